@@ -1,0 +1,114 @@
+"""Refusals and dtype rules shared by every floor: bad input is refused first, in one place, by one ValueError that
+prints names, shapes and values; arithmetic is float32 or better."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def shapes(**tensors: Any) -> str:
+    """`name (2, 3), other (2, 4)`: how every refusal prints what it was given.
+
+    >>> shapes(a=torch.zeros(2, 3), b=1.5)
+    'a (2, 3), b 1.5'
+    """
+    return ", ".join(f"{n} {tuple(x.shape) if isinstance(x, Tensor) else repr(x)}" for n, x in tensors.items())
+
+
+def require_tensors(**tensors: Any) -> None:
+    """ValueError unless every argument is a floating-point tensor."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__} {x!r}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {x.dtype}, shape {tuple(x.shape)}")
+
+
+def require_same_shape(**tensors: Tensor) -> None:
+    """ValueError unless all are floating-point tensors of one shape: nothing is broadcast silently."""
+    require_tensors(**tensors)
+    if len({tuple(x.shape) for x in tensors.values()}) != 1:
+        raise ValueError(f"shapes differ: {shapes(**tensors)}")
+
+
+def require_rows(b: int, **tensors: Tensor) -> None:
+    """ValueError unless each is a floating-point " b" tensor of exactly `b` rows."""
+    require_tensors(**tensors)
+    for name, x in tensors.items():
+        if tuple(x.shape) != (b,):
+            raise ValueError(f"{name} must have shape ({b},), got {tuple(x.shape)}")
+
+
+def require_batch(**tensors: Tensor) -> int:
+    """ValueError unless all have one shape with a leading batch axis; returns b."""
+    require_same_shape(**tensors)
+    x = next(iter(tensors.values()))
+    if x.ndim < 1:
+        raise ValueError(f"a leading batch axis is needed: {shapes(**tensors)}")
+    return x.shape[0]
+
+
+def require_number(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False) -> float:
+    """The finite number in [low, high] (or (low, high]), else ValueError printing name, range and value."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value!r}")
+    return number
+
+
+def require_count(name: str, value: Any, *, low: int = 1) -> int:
+    """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+    return value.__index__()
+
+
+def promote(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All tensors in their common dtype, at least float32: bf16 and fp16 become float32, float64 stays float64."""
+    dtype = torch.float32
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def time_rows(name: str, t: Any, like: Tensor) -> Tensor:
+    """t (float, 0-d or " b") as a " b" tensor in `like`'s dtype and device; ValueError unless all are in [0, 1]."""
+    value = torch.as_tensor(t, device=like.device).to(like.dtype)
+    if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != like.shape[0]):
+        raise ValueError(f"{name} must be a number, 0-d or ({like.shape[0]},), got shape {tuple(value.shape)}")
+    if not bool(((value >= 0) & (value <= 1)).all()):
+        raise ValueError(f"{name} must be in [0, 1], got {value.tolist()}")
+    return value.expand(like.shape[0])
+
+
+def time_pair(t: Any, t_next: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """(t, t_next) as " b" rows; ValueError unless 0 <= t_next < t <= 1 in every row."""
+    now, then = time_rows("t", t, like), time_rows("t_next", t_next, like)
+    if not bool((then < now).all()):
+        raise ValueError(f"t_next must be < t (time runs from 1 to 0), got t {now.tolist()}, t_next {then.tolist()}")
+    return now, then
+
+
+def column(rows: Tensor, like: Tensor) -> Tensor:
+    """A " b" tensor reshaped to (b, 1, ..., 1), to be multiplied with `like` " b *d"."""
+    return rows.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def require_same_keys(**mappings: Mapping[str, Tensor]) -> None:
+    """ValueError unless all mappings hold the same names with the same shapes, printing the difference."""
+    (first, a), *others = mappings.items()
+    for name, b in others:
+        if a.keys() != b.keys():
+            raise ValueError(
+                f"{first} and {name} differ in names: only in {first} {sorted(a.keys() - b.keys())}, "
+                f"only in {name} {sorted(b.keys() - a.keys())}"
+            )
+        for key in a:
+            if a[key].shape != b[key].shape:
+                raise ValueError(f"{key!r}: {shapes(**{first: a[key], name: b[key]})}")

@@ -1,0 +1,66 @@
+"""The convention, and the few types everything else is written in.
+
+    x_t = (1 - t) x_0 + t eps,   t in [0, 1];  t = 1 is noise, sampling walks t from 1 to 0
+    v   = dx/dt = eps - x_0      (the sign every diffusers flow model predicts)
+
+DiffusionART's paper writes u = x_0 - eps = -v: velocities, drifts and guidance flip sign between the two; losses, norms,
+KLs and inner products do not. A *direction* in this library lives in data space: moving x_0 along it raises the reward,
+so the target velocity is `v_old - direction`.
+
+Axes: b samples = g prompts x k samples, prompt-major; `*d` = one sample's latent shape, of any rank; s = kept steps.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Params: TypeAlias = Mapping[str, Tensor]
+"""Trainable tensors by name. Data, never a switch: a velocity called with other params uses those for that one call."""
+
+Cond: TypeAlias = Mapping[str, Tensor]
+"""What the velocity is conditioned on: tensors by name, each with leading axis b (or g, one row per prompt)."""
+
+Velocity: TypeAlias = Callable[[Params, Tensor, Tensor, Cond], Tensor]
+"""(params, x_t " b *d", t " b", cond) -> v " b *d", v = dx/dt = eps - x_0."""
+
+Step: TypeAlias = Callable[[Tensor, Tensor, Any, Any], tuple[Tensor, Tensor]]
+"""(x_t " b *d", v " b *d", t, t_next) -> (mean " b *d", std " b"); t, t_next: float, 0-d or " b". std 0: deterministic."""
+
+Reward: TypeAlias = Callable[[Tensor, Sequence[str]], Tensor]
+"""(images, prompts) -> float " b"; nan or inf: this sample has no reward."""
+
+
+class Trajectory(NamedTuple):
+    """What a rollout keeps: its end points, and everything needed to replay the kept steps exactly as they were taken.
+
+    `v` was predicted under the behaviour params; `log_prob` is the transition's log-density (mean over latent axes) of
+    the stored `x_next`, nan where `std` is 0. `seeds` is None when the rollout was given explicit noise.
+    """
+
+    x_0: Float[Tensor, " b *d"]
+    x_t: Float[Tensor, " b s *d"]
+    x_next: Float[Tensor, " b s *d"]
+    v: Float[Tensor, " b s *d"]
+    t: Float[Tensor, " s"]
+    t_next: Float[Tensor, " s"]
+    std: Float[Tensor, " b s"]
+    log_prob: Float[Tensor, " b s"]
+    seeds: Int[Tensor, " b"] | None
+
+
+class Gridded(NamedTuple):
+    """A velocity that knows how it is sampled: what `Algorithm.collect` is given by the loop. Callable like the velocity.
+
+    times: (steps) -> " steps+1" is the model's own grid, so that a collect that needs another number of steps (a draft)
+    can ask for it; steps: sampling steps of the run; shape: one sample's latent shape.
+    """
+
+    velocity: Velocity
+    times: Callable[[int], Tensor]
+    steps: int
+    shape: tuple[int, ...]
+
+    def __call__(self, params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        return self.velocity(params, x_t, t, cond)
