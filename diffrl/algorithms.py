@@ -7,7 +7,7 @@ behaviour params = behaviour(behaviour params, params, i)                   who 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -318,15 +318,15 @@ def art(
     )
 
 
-def art_flash(*, noisiest: int = 4, **settings) -> Algorithm:
+_noisiest = noisiest  # `art_flash` has a keyword of that name
+
+
+def art_flash(*, noisiest: int = 4, **settings: Any) -> Algorithm:
     """`art` with only the `noisiest` steps trained (the authors' public notes of 2026-10-25: comparable, cheaper)."""
-    return art(trained_steps=_first(noisiest), **settings)
+    return art(trained_steps=_noisiest(noisiest), **settings)
 
 
-_first = noisiest
-
-
-def art_pairwise(*, pairing: Callable[[Batch], Tensor] = random_pairs, **settings) -> Algorithm:
+def art_pairwise(*, pairing: Callable[[Batch], Tensor] = random_pairs, **settings: Any) -> Algorithm:
     """`art` from preferences only: labels 1/0 (1/2 on a tie) of disjoint pairs inside each group instead of rewards.
 
     pairing: `random_pairs` (seeded), `best_against_worst`, or any (Batch) -> labels " g k". Other keywords as `art`.

@@ -79,7 +79,10 @@ def promote(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def time_rows(name: str, t: Any, like: Tensor) -> Tensor:
     """t (float, 0-d or " b") as a " b" tensor in `like`'s dtype and device; ValueError unless all are in [0, 1]."""
-    value = torch.as_tensor(t, device=like.device).to(like.dtype)
+    try:  # straight to like's dtype: a Python float must not pass through float32
+        value = torch.as_tensor(t, dtype=like.dtype, device=like.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be a number, 0-d or ({like.shape[0]},), got {t!r}") from None
     if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != like.shape[0]):
         raise ValueError(f"{name} must be a number, 0-d or ({like.shape[0]},), got shape {tuple(value.shape)}")
     if not bool(((value >= 0) & (value <= 1)).all()):

@@ -44,6 +44,7 @@ def dead_groups(rewards: Float[Tensor, " g k"]) -> Bool[Tensor, " g"]:
 
 def group_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
     """Population std of each group's finite rewards (GRPO, MixGRPO, DanceGRPO up to sqrt((k-1)/k)); missing ones are nan."""
+    (rewards,) = promote(rewards)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred**2).nanmean(1, keepdim=True).sqrt()
 
@@ -53,13 +54,14 @@ def batch_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " 1 1"]:
 
     Two to five times the per-group one on many prompts, so advantages shrink by as much.
     """
+    (rewards,) = promote(rewards)
     centred = rewards - rewards.nanmean()
     return (centred**2).nanmean().sqrt().reshape(1, 1)
 
 
 def no_spread(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
     """No division at all: with it, `group_advantages` returns R - Rbar exactly, eps unused (Dr. GRPO's form)."""
-    return torch.ones_like(rewards[:, :1])
+    return torch.ones_like(promote(rewards)[0][:, :1])
 
 
 def group_advantages(
@@ -69,7 +71,7 @@ def group_advantages(
 
     spread: `group_std`, `batch_std`, `no_spread`, or any function of float64 rewards " g k" (nan where missing) that
     returns something broadcasting to " g 1". A sample without reward gets 0 and enters no statistic; a constant group
-    or one with a single reward is exactly 0. ValueError: rewards not " g k", eps < 0.
+    or one with a single reward is exactly 0. ValueError: rewards not " g k", eps < 0, a spread of another shape.
 
     >>> group_advantages(torch.tensor([[1.0, 2.0, 4.0, float("nan")]]))
     tensor([[-1.0690, -0.2672,  1.3362,  0.0000]])
@@ -78,7 +80,14 @@ def group_advantages(
     values, finite = _groups(rewards)
     dead = _constant(values, finite)
     centred = values - values.nanmean(1, keepdim=True)
-    scale = 1.0 if spread is no_spread else spread(values) + eps
+    scale: Tensor | float = 1.0
+    if spread is not no_spread:
+        scale = torch.as_tensor(spread(values), dtype=values.dtype, device=values.device)
+        if scale.ndim and (scale.shape[-1] != 1 or scale.numel() not in (1, len(values))):  # (g,) would meet axis k
+            raise ValueError(
+                f"spread must return something that broadcasts to ({len(values)}, 1), got {shapes(spread=scale)}"
+            )
+        scale = scale + eps
     advantages = torch.where(finite & ~dead[:, None], centred / scale, 0.0)
     return advantages.to(torch.promote_types(rewards.dtype, torch.float32))
 
@@ -178,7 +187,7 @@ def aggregate_direction(
         if not bool((c**2).mean().sqrt() > DEAD_RMS * std * size):
             alive[i] = False
             continue
-        rms = (c**2).mean(tuple(axes), keepdim=True).sqrt() if latent_axes else c.abs()
+        rms = (c**2).mean(tuple(axes), keepdim=True).sqrt() if axes else c.abs()
         value[i] = torch.where(rms > 0, scale * c / rms, 0.0).to(out)
     return Direction(value, alive)
 

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,10 +29,21 @@ from diffrl.checks import require_count, require_number
 from diffrl.guidance import dead_groups
 from diffrl.losses import masked_mean
 from diffrl.sampling import chunked, sample_seeds
-from diffrl.types import Cond, Gridded, Params, Reward, Trajectory
+from diffrl.types import Gridded, Params, Reward
+from diffrl.windows import (
+    Score,
+    encode,
+    params_distance,
+    prompts_of_iteration,
+    reward_metrics,
+    select_rows,
+    split_within_prompt,
+    window_of,
+)
 
 __all__ = [
     "Checkpoint",
+    "diagnose",
     "load_checkpoint",
     "restore_checkpoint",
     "save_checkpoint",
@@ -194,146 +204,6 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     return means | single
 
 
-# ---- prompts, windows, scores -----------------------------------------------------------------------------------------
-
-
-def prompts_of_iteration(seed: int, i: int, n: int, g: int) -> list[int]:
-    """Indices of iteration i's g prompts of n: a pure function of (seed, i). Epochs of floor(n/g) disjoint draws, each a
-    fresh permutation; never the same prompt twice in one iteration. g = n: all, in order.
-
-    >>> sorted(prompts_of_iteration(0, 4, 4, 2) + prompts_of_iteration(0, 5, 4, 2))
-    [0, 1, 2, 3]
-    """
-    if g == n:
-        return list(range(n))
-    epoch, place = divmod(i, n // g)
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n)
-    return [int(p) for p in order[place * g : (place + 1) * g]]
-
-
-def split_within_prompt(g: int, k: int, updates: int) -> list[Tensor]:
-    """Row indices (of b = g k, prompt-major) of each update: every prompt's samples dealt evenly, the first update that
-    gets an extra one alternating over prompts. Disjoint, and together all rows.
-
-    >>> [rows.tolist() for rows in split_within_prompt(2, 3, 2)]
-    [[0, 2, 4], [1, 3, 5]]
-    """
-    prompt, member = torch.arange(g * k) // k, torch.arange(g * k) % k
-    return [torch.nonzero((member + prompt) % updates == u).flatten() for u in range(updates)]
-
-
-def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor) -> Window:
-    """The given rows of a batch and its credit, cond expanded to one row per sample."""
-    k = batch.rewards.shape[1]
-    tr = batch.trajectory
-    rows = rows.to(tr.x_0.device)
-    return Window(
-        trajectory=_trajectory_rows(tr, rows),
-        rewards=batch.rewards.flatten()[rows.to(batch.rewards.device)],
-        cond={name: value[(rows // k).to(value.device)] for name, value in batch.cond.items()},
-        credit={name: value[rows.to(value.device)] for name, value in credit.items()},
-    )
-
-
-def select_rows(window: Window, rows: Tensor) -> Window:
-    """Some rows of a window (a micro-batch)."""
-    return Window(
-        trajectory=_trajectory_rows(window.trajectory, rows.to(window.trajectory.x_0.device)),
-        rewards=window.rewards[rows.to(window.rewards.device)],
-        cond={name: value[rows.to(value.device)] for name, value in window.cond.items()},
-        credit={name: value[rows.to(value.device)] for name, value in window.credit.items()},
-    )
-
-
-def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
-    shared = {"t": tr.t, "t_next": tr.t_next}
-    picked = {
-        name: None if value is None else value[rows] for name, value in tr._asdict().items() if name not in shared
-    }
-    return Trajectory(**picked, **shared)
-
-
-def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = None) -> Cond:
-    """model.encode, moved to the device of the trained tensors."""
-    device = next(iter(model.params.values())).device
-    cond = model.encode(prompts) if images is None else model.encode(prompts, images)
-    return {name: value.to(device) for name, value in cond.items()}
-
-
-class Score:
-    """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward."""
-
-    def __init__(self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str]):
-        self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
-
-    def __call__(self, latents: Tensor, rows: Tensor) -> Tensor:
-        images = self.decode(latents)
-        began = time.perf_counter()
-        values = score_images(self.reward, images, [self.prompts[int(r)] for r in rows])
-        self.seconds += time.perf_counter() - began
-        return values.to(latents.device)
-
-
-def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """The reward of every image as float " b"; an image for which it raises gets nan.
-
-    A reward that raises on the batch is asked once per image. ValueError: it raises for every image, or returns
-    anything but one number per image.
-    """
-    try:
-        return _one_number_each(reward(images, prompts), len(prompts))
-    except _WrongLength as error:
-        raise ValueError(str(error)) from None
-    except Exception as error:
-        first = error
-    values, failed = [], 0
-    for image, prompt in zip(images, prompts, strict=True):
-        try:
-            values.append(float(_one_number_each(reward(image[None], [prompt]), 1)[0]))
-        except Exception:
-            values.append(float("nan"))
-            failed += 1
-    if failed == len(prompts):
-        raise ValueError(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
-    return torch.tensor(values)
-
-
-class _WrongLength(Exception):
-    pass
-
-
-def _one_number_each(values: Any, b: int) -> Tensor:
-    try:
-        values = torch.as_tensor(values).detach().cpu()
-    except Exception as error:
-        raise _WrongLength(
-            f"reward must return {b} numbers, got {type(values).__name__} {values!r:.80} ({error})"
-        ) from None
-    if tuple(values.shape) != (b,):
-        raise _WrongLength(f"reward must return one number per image, shape ({b},), got shape {tuple(values.shape)}")
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def reward_metrics(rewards: Tensor) -> dict[str, float]:
-    """reward/mean, reward/std (finite rewards only, about the batch mean), reward/missing, groups/dead."""
-    values = rewards.double()
-    finite = values[torch.isfinite(values)]
-    return {
-        "reward/mean": float(finite.mean()),
-        "reward/std": float(finite.std(correction=0)) if len(finite) else float("nan"),
-        "reward/missing": 1 - len(finite) / max(values.numel(), 1),
-        "groups/dead": float(dead_groups(rewards).double().mean()),
-    }
-
-
-def params_distance(a: Params, b: Params) -> float:
-    """sqrt(mean over all numbers of (a - b)^2): 0 when the behaviour policy is the live one."""
-    if a is b:
-        return 0.0
-    total = sum(float((a[name].detach().double() - b[name].detach().double()).square().sum()) for name in b)
-    return (total / max(sum(p.numel() for p in b.values()), 1)) ** 0.5
-
-
 # ---- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -370,3 +240,140 @@ def _check_batch(batch: Batch, credit: Mapping[str, Tensor], plan: Plan) -> None
     for name, value in credit.items():
         if value.shape[:1] != (b,):
             raise ValueError(f"credit[{name!r}] must have one row per sample ({b}), got shape {tuple(value.shape)}")
+
+
+# ---- diagnosis --------------------------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """One question: passed is None where it could not be answered (the detail says why)."""
+
+    name: str
+    passed: bool | None
+    detail: str
+
+
+class Report(NamedTuple):
+    """What `diagnose` found; `print(report)` is a table, `report.ok` is False if any check failed."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.passed is not False for check in self.checks)
+
+    def __str__(self) -> str:
+        mark = {True: "ok  ", False: "FAIL", None: "?   "}
+        width = max(len(check.name) for check in self.checks)
+        return "\n".join(f"{mark[c.passed]}  {c.name:<{width}}  {c.detail}" for c in self.checks)
+
+
+def diagnose(
+    model: Any,
+    algorithm: Algorithm,
+    prompts: Sequence[str],
+    reward: Reward,
+    *,
+    group_size: int = 8,
+    steps: int = 8,
+    seed: int = 0,
+    learning_rate: float = 1e-3,
+    iterations: int = 3,
+    tolerance: float = 1e-3,
+) -> Report:
+    """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
+
+    Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
+    equal the rollout (rms drift of v below `tolerance` rms(v), ratio 1 where steps have densities); do gradients reach
+    the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
+    seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
+    """
+    prompts = _checked_prompts(prompts, None)[:8]
+    optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)
+    training = train(model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed)
+    sampler: Any = Gridded(model.velocity, model.times, steps, tuple(model.latent_shape()))
+    cond, score = encode(model, prompts), Score(model.decode, reward, prompts)
+    device = next(iter(model.params.values())).device
+    seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
+    saved = {name: p.detach().clone() for name, p in model.params.items()}
+
+    def collect() -> tuple[Batch, Mapping[str, Tensor]]:
+        with torch.no_grad():
+            batch = algorithm.collect(sampler, model.params, cond, seeds, score)
+            return batch, algorithm.credit(batch)
+
+    try:
+        batch, credit = collect()
+        again, _ = collect()
+        checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
+        window = window_of(batch, credit, torch.arange(batch.rewards.numel()))
+        checks.append(_replay(model, window, tolerance))
+        checks.append(_gradients(model, algorithm, window))
+        for _ in range(iterations):
+            next(training)
+        after, _ = collect()
+        checks.append(_right_way(batch, credit, after, iterations))
+    finally:
+        with torch.no_grad():
+            for name, p in model.params.items():
+                p.copy_(saved[name])
+                p.grad = None
+    return Report(tuple(checks))
+
+
+def _same_seeds(a: Batch, b: Batch) -> Check:
+    gap = float((a.trajectory.x_0 - b.trajectory.x_0).abs().max())
+    return Check("same seeds, same images", gap == 0, f"largest difference of latents {gap:.3g}")
+
+
+def _finite_rewards(batch: Batch) -> Check:
+    m = reward_metrics(batch.rewards)
+    detail = f"{m['reward/missing']:.0%} missing; mean {m['reward/mean']:.4g}, std {m['reward/std']:.4g}"
+    return Check("rewards are finite", m["reward/missing"] == 0, detail)
+
+
+def _spread(batch: Batch) -> Check:
+    dead = float(dead_groups(batch.rewards).double().mean())
+    return Check("groups have spread", dead <= 0.5, f"{dead:.0%} of {len(batch.rewards)} groups have none")
+
+
+def _replay(model: Any, window: Window, tolerance: float) -> Check:
+    tr = window.trajectory
+    gaps, sizes = [], []
+    with torch.no_grad():
+        for j, t in enumerate(tr.t):
+            v = model.velocity(model.params, tr.x_t[:, j], t.expand(len(tr.x_0)), window.cond)
+            gaps.append(float((v - tr.v[:, j]).square().mean()))
+            sizes.append(float(tr.v[:, j].square().mean()))
+    drift = (sum(gaps) / max(sum(sizes), 1e-30)) ** 0.5
+    return Check("replay equals rollout", drift <= tolerance, f"relative drift of v {drift:.2e} at {len(gaps)} steps")
+
+
+def _gradients(model: Any, algorithm: Algorithm, window: Window) -> Check:
+    for p in model.params.values():
+        p.grad = None
+    with torch.enable_grad():
+        loss, keep, _ = algorithm.objective(model.velocity, model.params, window)
+        masked_mean(loss, keep).backward()
+    reached = [name for name, p in model.params.items() if p.grad is not None and bool((p.grad != 0).any())]
+    ours = {id(p) for p in model.params.values()}
+    others = [] if model.module is None else [n for n, p in model.module.named_parameters() if id(p) not in ours]
+    stray = [n for n in others if model.module.get_parameter(n).grad is not None]
+    detail = f"{len(reached)} of {len(model.params)} trained tensors, {len(stray)} others {stray[:3] or ''}".rstrip()
+    if not bool(keep.any()):
+        return Check("gradients reach the adapter", None, "every state was dropped: no group is alive")
+    return Check("gradients reach the adapter", 2 * len(reached) >= len(model.params) and not stray, detail)
+
+
+def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterations: int) -> Check:
+    change = (after.rewards - before.rewards).double().flatten()
+    change = change[torch.isfinite(change)]
+    mean, error = float(change.mean()), float(change.std() / max(len(change), 1) ** 0.5)
+    detail = f"reward {mean:+.4f} +- {error:.4f} after {iterations} iterations on the same seeds"
+    passed = mean > -2 * error
+    if "direction" in credit and bool(credit["alive"].any()):
+        moved = (after.trajectory.x_0 - before.trajectory.x_0)[credit["alive"]].flatten(1)
+        along = torch.nn.functional.cosine_similarity(moved, credit["direction"][credit["alive"]].flatten(1)).mean()
+        detail += f"; samples moved along the direction, cosine {float(along):+.3f}"
+        passed = passed and float(along) > 0
+    return Check("the reward goes up", passed, detail)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Num
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from diffrl.checks import promote, require_batch, require_number, require_rows, shapes, time_rows
@@ -32,6 +32,7 @@ def inverse_abs_error(error: Float[Tensor, " b *d"]) -> Float[Tensor, " b *one"]
 
 def flat_weight(error: Float[Tensor, " b *d"]) -> Float[Tensor, " b *one"]:
     """Weight 1: plain squared error, for which Propositions 1 and 2 hold exactly."""
+    (error,) = promote(error)
     return error.new_ones(len(error), *[1] * (error.ndim - 1))
 
 
@@ -134,7 +135,7 @@ def advantage_weighted_matching(v, v_old, noise, x_0, advantages, *, clip: float
     )
 
 
-def masked_mean(values: Float[Tensor, " b"], keep: Num[Tensor, " b"]) -> Float[Tensor, ""]:
+def masked_mean(values: Float[Tensor, " b"], keep: Bool[Tensor, " b"] | Num[Tensor, " b"]) -> Float[Tensor, ""]:
     """sum_i keep_i values_i / b: masked rows stay in the denominator, so a mask never raises the others' step size.
 
     keep: Bool, or weights >= 0. Rows with keep False or weight 0 may hold nan or inf: they give value 0 and gradient 0.

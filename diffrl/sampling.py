@@ -154,11 +154,13 @@ def cps_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_
 
 def latent_mean(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
     """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D)."""
+    (x,) = promote(x)
     return x.flatten(1).mean(1) if x.ndim > 1 else x
 
 
 def latent_sum(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
     """Sum over all latent axes: the exact joint log-density; clip ranges then depend on the resolution."""
+    (x,) = promote(x)
     return x.flatten(1).sum(1) if x.ndim > 1 else x
 
 
@@ -331,7 +333,7 @@ def _checked_kernels(step: Step | Sequence[Step], n: int) -> list[Step]:
 
 
 def _checked_keep(keep: Sequence[int] | None, n: int) -> list[int]:
-    kept = list(range(n)) if keep is None else [int(i) for i in keep]
+    kept = list(range(n)) if keep is None else [require_count("keep", i, low=0) for i in keep]
     if any(not 0 <= i < n for i in kept) or any(a >= b for a, b in itertools.pairwise(kept)):
         raise ValueError(f"keep must be sorted step indices in 0..{n - 1} without repeats, got {kept}")
     return kept
@@ -390,8 +392,8 @@ def classifier_free(velocity: Velocity, *, scale: float) -> Velocity:
     """v_uncond + scale (v_cond - v_uncond): classifier-free guidance (2207.12598) as a wrapper around a velocity.
 
     cond["uncond.NAME"] replaces cond["NAME"] in the unconditional call; neither call sees an `uncond.` key. At scale 1
-    there is one call, of the condition alone. ValueError: scale not finite; a twin without its NAME; scale other than 1
-    and no twin at all.
+    there is one call, of the condition alone. float32 or better, since guidance amplifies the rounding of half precision.
+    ValueError: scale not finite; a twin without its NAME; scale other than 1 and no twin at all.
     """
     scale = require_number("scale", scale)
 
@@ -402,10 +404,10 @@ def classifier_free(velocity: Velocity, *, scale: float) -> Velocity:
             raise ValueError(f"cond has uncond twins of names it lacks: {unknown}; it has {sorted(given)}")
         v_cond = velocity(params, x_t, t, given)
         if scale == 1:
-            return v_cond
+            return promote(v_cond)[0]
         if not twins:
             raise ValueError(f"guidance scale {scale} needs uncond.NAME entries in cond, which has {sorted(given)}")
-        v_uncond = velocity(params, x_t, t, {**given, **twins})
+        v_cond, v_uncond = promote(v_cond, velocity(params, x_t, t, {**given, **twins}))
         return v_uncond + scale * (v_cond - v_uncond)
 
     return guided

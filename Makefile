@@ -1,0 +1,47 @@
+# Every target sets itself up: a virtual environment in .venv from pyproject.toml, pinned by constraints.txt. No root needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test doctest lint mutants bench notebooks figures clean
+
+# $(call install,EXTRA): install once per change of the pins or of pyproject.toml
+define install
+$(VENV)/.$(1): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	touch $$@
+endef
+$(foreach extra,demo test lint notebooks,$(eval $(call install,$(extra))))
+
+demo: $(VENV)/.demo  ## the main job: a text-to-image model learns to write from a real OCR engine
+	$(BIN)/diffrl train --task digits --algorithm art --output runs/demo --overwrite
+
+test: $(VENV)/.test  ## the whole test suite
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+doctest: $(VENV)/.test  ## the examples in the docstrings
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules diffrl
+
+lint: $(VENV)/.lint $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+mutants: $(VENV)/.test  ## break the code in named ways; the suite must notice every one
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs 2
+
+bench: $(VENV)/.demo  ## overhead of the loop over its own forwards and backwards
+	$(BIN)/python benchmarks/loop.py
+
+figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
+	$(BIN)/python benchmarks/demo.py
+
+notebooks: $(VENV)/.notebooks  ## execute every notebook from its paired script
+	OMP_NUM_THREADS=2 $(BIN)/python notebooks/execute.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,242 @@
+"""`diffrl` on the command line: train, doctor, pretrain. Exit codes: 0 done, 1 a doctor's check failed, 2 bad input,
+130 interrupted (resumable)."""
+
+import os
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # before torch: idle OpenMP threads sleep, not spin beside neighbours
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+EPILOG = """examples:
+  diffrl train --task digits --algorithm art --output runs/demo
+  diffrl train --resume runs/demo
+  diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
+  diffrl doctor --task digits --algorithm art
+  diffrl pretrain digits --output my_digits
+
+exit codes: 0 done, 1 a check of the doctor failed, 2 bad input, 130 interrupted (go on with --resume)"""
+
+
+class Parser(argparse.ArgumentParser):
+    """One clear line on bad input, with the nearest known word, and exit code 2."""
+
+    def parse_known_args(self, args=None, namespace=None) -> Any:
+        """Unknown options are this parser's error: the command's, which knows the nearest one, not the top parser's."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        words = [option for action in self._actions for option in action.option_strings]
+        for word in message.replace("'", " ").split():
+            word = word.split("=")[0].rstrip(":")
+            close = difflib.get_close_matches(word, words, n=1)
+            if word.startswith("--") and close and close[0] != word:
+                message += f" (did you mean {close[0]}?)"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """One option per field of Settings, with its default and help."""
+    from diffrl.settings import ALGORITHMS, REWARDS, TASKS, Settings
+
+    helps = {
+        "task": f"one of {', '.join(TASKS)}",
+        "model": "folder of a saved pipeline or a hub id; none: the task's own",
+        "algorithm": f"one of {', '.join(ALGORITHMS)}",
+        "reward": f"one of {', '.join(REWARDS)}, or MODULE:FUNCTION",
+        "held_out_reward": "a second reward, evaluated and never trained on",
+        "prompts": "file with one prompt per line; none: the task's own",
+        "iterations": "rollouts; each is followed by the algorithm's optimizer steps",
+        "group_size": "samples per prompt, k",
+        "prompts_per_iteration": "prompts per rollout, g",
+        "steps": "sampling steps",
+        "learning_rate": "of AdamW",
+        "trained_steps": "all, noisiest:N, random:M (per trajectory) or random:M/N (M of the noisiest N)",
+        "radius": "of the trust region",
+        "lora_rank": "r of the LoRA",
+        "lora_alpha": "alpha of the LoRA",
+        "seed": "of everything random",
+        "eval_every": "iterations between evaluations at held-out seeds",
+        "eval_samples": "held-out samples per prompt",
+        "checkpoint_every": "iterations between checkpoints",
+        "micro_batch": "samples per backward pass; none: the whole window",
+        "rollout_chunk": "samples per model call in the rollout; none: all",
+        "height": "pixels; none: the task's own",
+        "width": "pixels; none: the task's own",
+        "guidance_scale": "none: the task's own",
+        "device": "where the model runs",
+        "threads": "of torch and the OCR engine",
+    }
+    for field in fields(Settings):
+        default: Any = field.default
+        kind = {"int": int, "float": float}.get(str(getattr(field.type, "__name__", field.type)).split(" ")[0], str)
+        if default is None:
+            annotation = str(field.type)
+            kind = int if "int" in annotation else float if "float" in annotation else str
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kind,
+            default=default,
+            metavar=kind.__name__.upper().replace("STR", "TEXT"),
+            help=f"{helps[field.name]} (default: {'none' if default is None else default})",
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line: options of train and doctor are the fields of `settings.Settings`."""
+    from diffrl.version import __version__
+
+    parser = Parser(
+        prog="diffrl",
+        description="Reinforcement-learning post-training of diffusion and flow models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"diffrl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    train = commands.add_parser("train", help="train a model on a task, into a folder", allow_abbrev=False)
+    _add_settings(train)
+    train.add_argument(
+        "--output", metavar="FOLDER", default=None, help="new folder of the run (default: runs/TASK-ALGORITHM)"
+    )
+    train.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        default=None,
+        help="go on with this run; its settings are read, only --iterations may change",
+    )
+    train.add_argument("--overwrite", action="store_true", help="replace --output if it is a run of diffrl")
+    train.add_argument("--no-pictures", action="store_true", help="write no curve.png and before_after.png")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
+    doctor = commands.add_parser(
+        "doctor", help="check in seconds that a set-up learns the right way", allow_abbrev=False
+    )
+    _add_settings(doctor)
+    pretrain = commands.add_parser("pretrain", help="train a task's tiny base model from scratch", allow_abbrev=False)
+    pretrain.add_argument("task", choices=["digits"], help="which base model")
+    pretrain.add_argument("--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline")
+    pretrain.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = "diffrl"
+    try:
+        options = make_parser().parse_args(words)
+        name = f"diffrl {options.command}"
+        return {"train": _train, "doctor": _doctor, "pretrain": _pretrain}[options.command](options, words)
+    except (ValueError, ImportError, OSError) as error:
+        text = " ".join(str(error).split())
+        print(f"{name}: error: {text}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    from diffrl.settings import Settings
+
+    return Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+
+
+def _bar(**numbers: Any) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(desc="iteration", dynamic_ncols=True, **numbers)
+
+
+def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from diffrl.run import Interrupted, run
+
+    progress = None if options.quiet else _bar
+    folder = Path(options.resume or options.output or f"runs/{options.task}-{options.algorithm}")
+    try:
+        if options.resume is not None:
+            given = [w.split("=")[0] for w in words[1:] if w.startswith("--")]
+            if other := sorted(set(given) - {"--resume", "--iterations", "--no-pictures", "--quiet"}):
+                raise ValueError(
+                    f"--resume reads its settings from {options.resume}: {', '.join(other)} cannot be given"
+                )
+            more = options.iterations if "--iterations" in given else None
+            rows = run(folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures)
+        else:
+            settings = _settings(options)
+            what = f"{settings.iterations} iterations of {settings.prompts_per_iteration} prompts x {settings.group_size} samples"
+            print(f"{settings.algorithm} on {settings.task}, reward {settings.reward}: {what} -> {folder}", flush=True)
+            rows = run(
+                folder, settings, overwrite=options.overwrite, progress=progress, pictures=not options.no_pictures
+            )
+    except Interrupted as stop:
+        print(f"\n{stop}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:  # outside the iterations: while the model loads, or while pictures are drawn
+        if not (folder / "metrics.jsonl").is_file():
+            raise
+        print(f"\ninterrupted; go on with: diffrl train --resume {folder}", file=sys.stderr)
+        return 130
+    print(summary(folder, rows))
+    return 0
+
+
+def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
+    """What a run came to: its first and last evaluation, and its files."""
+    evaluated = [row for row in rows if "eval/reward" in row]
+    lines = []
+    for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):
+        values = [row[name] for row in evaluated if row.get(name) is not None]
+        if values:
+            lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
+    seconds = sum(v for row in rows for k, v in row.items() if k.startswith("seconds/") and v is not None)
+    lines.append(
+        f"{len(rows)} iterations, {seconds:.0f} s; written: {', '.join(sorted(p.name for p in folder.iterdir()))}"
+    )
+    return "\n".join(lines)
+
+
+def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
+    import torch
+
+    from diffrl.loop import diagnose
+    from diffrl.settings import build
+
+    settings = _settings(options)
+    torch.set_num_threads(settings.threads)
+    bench = build(settings)
+    report = diagnose(
+        bench.model,
+        bench.algorithm,
+        bench.prompts,
+        bench.reward,
+        group_size=settings.group_size,
+        steps=settings.steps,
+        seed=settings.seed,
+        learning_rate=settings.learning_rate,
+    )
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _pretrain(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from diffrl.tasks.pretrain import pretrain_digits
+
+    if Path(options.output).exists():
+        raise ValueError(f"--output {options.output!r} exists")
+    pretrain_digits(options.output, seed=options.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,627 @@
+"""A diffusers pipeline turned into a handful of plain functions: `from_pipeline(pipe, ...) -> Model`.
+
+A family of pipelines is one row of `FAMILIES`, a NamedTuple of small functions looked up by `type(pipe).__name__`. All
+predict v = eps - x_0. Packing, templates and VAE arithmetic are the pipeline's own methods, called, never rewritten.
+diffusers and peft are imported inside the functions that need them.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import io
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from diffrl.checks import require_count, require_number, require_same_keys, time_rows
+from diffrl.sampling import classifier_free, time_grid
+from diffrl.types import Cond, Params, Velocity
+
+
+class Model(NamedTuple):
+    """What training needs of a generative model. A toy one (a task, a test, a notebook) is the first six and no more.
+
+    velocity: (params, x_t " b *d", t " b", cond) -> v " b *d" float32, v = eps - x_0, guidance already inside.
+        `params` holding the live tensors themselves runs the module directly, with autograd; any other tensors under
+        the same names are used for this one call, without gradient, and leave the module as it was.
+    params: the live trainable tensors by their names in `module.named_parameters()`; float32; what the optimizer steps.
+    encode: (prompts[, images]) -> cond, a dict of tensors with leading axis len(prompts).
+    decode: (latents " b *d") -> UInt8 " b h w 3" (image) or " b f h w 3" (video) on the CPU. Latents that are not finite
+        are decoded as black pixels: one sample that failed does not end a run.
+    latent_shape: (*, height=None, width=None, frames=None) -> one sample's shape; what is not given is the model's own.
+    times: (steps) -> float32 " {steps}+1", this family's grid at this size: 1 -> 0, strictly decreasing.
+    module: the denoiser, in eval mode for ever.
+    export: (folder, params=None) -> folder as a Path, with weights the pipeline class loads back; None: the live params.
+    rebind: (other module of the same architecture) -> Model around it, with that module's own live params.
+    """
+
+    velocity: Velocity
+    params: dict[str, Tensor]
+    encode: Callable[..., dict[str, Tensor]]
+    decode: Callable[[Tensor], Tensor]
+    latent_shape: Callable[..., tuple[int, ...]]
+    times: Callable[[int], Tensor]
+    module: nn.Module | None = None
+    export: Callable[..., Path] | None = None
+    rebind: "Callable[[nn.Module], Model] | None" = None
+
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+class Size(NamedTuple):
+    """In pixels; frames is None for an image."""
+
+    height: int
+    width: int
+    frames: int | None = None
+
+
+class Family(NamedTuple):
+    """One class of pipelines. Every function is given the pipeline, for its configs and methods.
+
+    latent_shape: (pipe, Size) -> one sample's latent shape; ValueError for a size it cannot cut exactly.
+    encode: (pipe, prompt, max_sequence_length) -> cond entries with leading axis 1, keyed by the network's own argument
+        names, of one trailing shape for all prompts.
+    predict: (network, pipe, Size, x, timestep " b", cond) -> v; `network` takes the transformer's keyword arguments.
+    decode: (pipe, Size, latents " 1 *d") -> numpy pixels in [0, 1], (1, h, w, 3) or (1, f, h, w, 3).
+    tokens: (pipe, latent shape) -> sequence length, from which schedulers with dynamic shifting take their shift.
+    timestep_scale: the network reads timestep_scale * t.
+    guidance: default scale. guide: (velocity, *, scale) -> velocity, for classifier-free families; None: there is none.
+    twins: the cond entries that have an `uncond.` twin when guided. encode_negative: `encode` for the negative prompt,
+        where it differs. guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the
+        network reads none.
+    encode_image: (pipe, image, Size) -> further cond entries, for families that start from an image.
+    targets: name endings of the layers LoRA adapts, where the module has them. longest: most text tokens accepted.
+    """
+
+    latent_shape: Callable[[Any, Size], tuple[int, ...]]
+    encode: Callable[[Any, str, int], dict[str, Tensor]]
+    predict: Callable[..., Tensor]
+    decode: Callable[[Any, Size, Tensor], Any]
+    tokens: Callable[[Any, tuple[int, ...]], int]
+    timestep_scale: float
+    guidance: float
+    guide: Callable[..., Velocity] | None = classifier_free
+    twins: tuple[str, ...] = ("encoder_hidden_states",)
+    encode_negative: Callable[[Any, str, int], dict[str, Tensor]] | None = None
+    guidance_unit: Callable[[Any], float] = lambda pipe: 0.0
+    encode_image: Callable[[Any, Any, Size], dict[str, Tensor]] | None = None
+    video: bool = False
+    targets: tuple[str, ...] = ATTENTION
+    longest: int | None = None
+
+
+def _require_multiple(factor: int, **lengths: int) -> None:
+    """Pipelines round such sizes silently, to an image of another size."""
+    for name, value in lengths.items():
+        if value % factor:
+            raise ValueError(f"{name} must be a multiple of {factor}, got {value}")
+
+
+# Stable Diffusion 3, 3.5
+
+
+def _sd3_shape(pipe: Any, size: Size) -> tuple[int, ...]:
+    config, factor = pipe.transformer.config, pipe.vae_scale_factor
+    _require_multiple(factor * config.patch_size, height=size.height, width=size.width)
+    longest = factor * config.patch_size * config.pos_embed_max_size
+    if max(size.height, size.width) > longest:
+        raise ValueError(f"height {size.height}, width {size.width}: this transformer has positions up to {longest}")
+    return (config.in_channels, size.height // factor, size.width // factor)
+
+
+def _sd3_encode(pipe: Any, prompt: str, length: int) -> dict[str, Tensor]:
+    embeds, _, pooled, _ = pipe.encode_prompt(
+        prompt=[prompt],
+        prompt_2=None,
+        prompt_3=None,
+        device=pipe.text_encoder.device,
+        do_classifier_free_guidance=False,
+        max_sequence_length=length,
+    )
+    return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+
+def _sd3_predict(network: Callable, pipe: Any, size: Size, x: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
+    return network(
+        hidden_states=x,
+        timestep=timestep,
+        encoder_hidden_states=cond["encoder_hidden_states"],
+        pooled_projections=cond["pooled_projections"],
+        return_dict=False,
+    )[0]
+
+
+def _sd3_decode(pipe: Any, size: Size, latents: Tensor) -> Any:
+    config = pipe.vae.config
+    images = pipe.vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
+    return pipe.image_processor.postprocess(images, output_type="np")
+
+
+def _sd3_tokens(pipe: Any, shape: tuple[int, ...]) -> int:
+    patch = pipe.transformer.config.patch_size
+    return (shape[1] // patch) * (shape[2] // patch)
+
+
+FAMILIES: dict[str, Family] = {
+    "StableDiffusion3Pipeline": Family(
+        latent_shape=_sd3_shape,
+        encode=_sd3_encode,
+        predict=_sd3_predict,
+        decode=_sd3_decode,
+        tokens=_sd3_tokens,
+        timestep_scale=1000.0,
+        guidance=4.5,
+        twins=("encoder_hidden_states", "pooled_projections"),
+        longest=512,
+    ),
+}
+
+# the public function
+
+
+class _Setup(NamedTuple):
+    """What is fixed when a Model is made."""
+
+    pipe: Any
+    family: Family
+    size: Size
+    shape: tuple[int, ...]
+    shift: float
+    scale: float
+    negative: str
+    length: int
+    encoders: tuple[str, ...]  # text encoders there were when the model was made
+    adapter: str | None
+
+    @property
+    def guided(self) -> bool:
+        return self.family.guide is not None and self.scale > 1
+
+
+def from_pipeline(
+    pipe: Any,
+    *,
+    height: int,
+    width: int,
+    frames: int | None = None,
+    lora: Mapping[str, Any] | str | None = {"r": 32, "lora_alpha": 64},
+    guidance_scale: float | None = None,
+    negative_prompt: str = "",
+    max_sequence_length: int | None = None,
+    shift: float | None = None,
+    gradient_checkpointing: bool = False,
+) -> Model:
+    """A diffusers pipeline as a Model of one size. See `Model` for what each of its functions takes and returns.
+
+    height, width, frames: pixels and frames of a sample; frames for video families only. Another size is another call
+        with `lora="default"`: both models then share the live params.
+    lora: `peft.LoraConfig` arguments of a new adapter "default" on the family's attention projections unless
+        `target_modules` says otherwise, which starts as exactly the base model; or the name of an adapter loaded in the
+        pipeline, which is trained on and becomes the only active one; or None, to train every parameter (float32).
+        Factors are float32, whatever the base weights are.
+    guidance_scale: None: the family's default. Classifier-free families: >= 1, and 1 is no guidance (one forward).
+    negative_prompt: text of the unconditional call.
+    max_sequence_length: text tokens; None: the default of the pipeline's own call.
+    shift: of the time grid, > 0; None: the scheduler's, at this size.
+    gradient_checkpointing: switched on or off for the module.
+
+    Afterwards everything in the pipeline is in eval mode and only `params` require grad. ValueError, with nothing
+    changed: an unsupported pipeline class; a size that cannot be cut exactly; frames missing or not wanted; a number out
+    of range; dropout, or target_modules that match nothing; an adapter that is not loaded, that is fused or weighted; a
+    mapping or None where there is an adapter already; None with weights that are not float32.
+    """
+    family = FAMILIES.get(type(pipe).__name__)
+    if family is None:
+        raise ValueError(f"{type(pipe).__name__} is not supported; supported pipelines: {sorted(FAMILIES)}")
+    size = _checked_size(family, height, width, frames)
+    shape = family.latent_shape(pipe, size)
+    scale = family.guidance if guidance_scale is None else guidance_scale
+    scale = require_number("guidance_scale", scale, low=0.0 if family.guide is None else 1.0)
+    if not isinstance(negative_prompt, str):
+        raise ValueError(f"negative_prompt must be a str, got {negative_prompt!r}")
+    if shift is None:
+        shift = _scheduler_shift(pipe, family.tokens(pipe, shape))
+    shift = require_number("shift", shift, low=0.0, open_low=True)
+    length = _checked_length(pipe, family, max_sequence_length)
+    if gradient_checkpointing and not getattr(pipe.transformer, "_supports_gradient_checkpointing", False):
+        raise ValueError(f"{type(pipe.transformer).__name__} does not support gradient checkpointing")
+    with _quiet():
+        adapter, config = _checked_lora(pipe.transformer, family, lora)
+        # Nothing above this line has changed anything; nothing below it refuses.
+        names = _prepare(pipe, adapter, config, gradient_checkpointing)
+    encoders = tuple(
+        n for n in ("text_encoder", "text_encoder_2", "text_encoder_3") if getattr(pipe, n, None) is not None
+    )
+    setup = _Setup(pipe, family, size, shape, shift, scale, negative_prompt, length, encoders, adapter)
+    shared: dict[str, Callable] = {
+        "encode": partial(_encode, setup, {}),
+        "decode": partial(_decode, setup),
+        "latent_shape": partial(_latent_shape, setup),
+        "times": partial(_times, setup),
+    }
+    return _around(setup, names, shared, pipe.transformer)
+
+
+def _around(setup: _Setup, names: Sequence[str], shared: dict[str, Callable], module: Any) -> Model:
+    """The Model whose live params are those of `module`; everything but velocity, params and export is shared."""
+    # A quantised copy may hold a weight as a buffer: it is found and swapped under its name all the same.
+    held = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    if absent := [n for n in names if n not in held]:
+        raise ValueError(f"{type(module).__name__} lacks {len(absent)} of {len(names)} trainable tensors: {absent[:8]}")
+    live = {n: held[n] for n in names}
+    return Model(
+        velocity=_velocity(setup, module, live),
+        params=dict(live),
+        module=module,
+        export=partial(_export, setup, module, live),
+        rebind=partial(_rebind, setup, live, shared),
+        **shared,
+    )
+
+
+def _rebind(setup: _Setup, params: Params, shared: dict[str, Callable], module: Any) -> Model:
+    """Model around another module of the same architecture; ValueError where names or shapes differ."""
+    model = _around(setup, list(params), shared, module)
+    require_same_keys(params=params, module=model.params)
+    module.eval()
+    for name, tensor in module.named_parameters():
+        if name not in params:
+            tensor.requires_grad_(False)
+    return model
+
+
+# velocity
+
+
+def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
+    """The velocity of `module`, guided where the model is; which of the two ways is decided by identity, see `Model`."""
+    family = setup.family
+    keys = [*family.twins, *(f"uncond.{name}" for name in family.twins if setup.guided)]
+
+    def swapped(values: Params, **inputs: Any) -> Any:
+        return torch.func.functional_call(module, dict(values), (), inputs)
+
+    def once(params: Params, x_t: Tensor, t: Any, cond: Cond) -> Tensor:
+        # float32 up to the network, which casts its sinusoids itself: in bf16 neighbouring times would coincide
+        like = torch.empty(len(x_t), device=module.device, dtype=torch.float32)
+        timestep = family.timestep_scale * time_rows("t", t, like)
+        x = x_t.to(module.device, module.dtype)
+        cond = {name: value.to(module.device) for name, value in cond.items()}
+        predict = partial(family.predict, pipe=setup.pipe, size=setup.size, x=x, timestep=timestep, cond=cond)
+        if all(params[name] is live[name] for name in live):
+            v = predict(module)
+        else:
+            # A checkpointed forward is recomputed in backward, when these values are gone: hence never with a graph.
+            with torch.no_grad():
+                v = predict(partial(swapped, {name: params[name].to(live[name]) for name in live}))
+        if v.shape != x_t.shape:
+            raise ValueError(f"{type(module).__name__} returned {tuple(v.shape)} for latents {tuple(x_t.shape)}")
+        return v.to(x_t.device, torch.float32)
+
+    guided = family.guide(once, scale=setup.scale) if family.guide is not None and setup.guided else once
+
+    def velocity(params: Params, x_t: Float[Tensor, "..."], t: Any, cond: Cond) -> Float[Tensor, " b *d"]:
+        _require_latents(setup, x_t=x_t)
+        require_same_keys(params=params, module=live)
+        if absent := [name for name in keys if name not in cond]:  # without its twins a guided call would not be guided
+            raise ValueError(f"cond lacks {absent}; it has {sorted(cond)}")
+        for name, value in cond.items():
+            if value.ndim == 0 or len(value) != len(x_t):
+                raise ValueError(f"cond[{name!r}] must have leading axis {len(x_t)}, got {tuple(value.shape)}")
+        if module.training:  # somebody's habitual .train(): dropout would make rollout and training two policies
+            module.eval()
+        return guided(
+            params, x_t, t, cond if setup.guided else {k: cond[k] for k in cond if not k.startswith("uncond.")}
+        )
+
+    return velocity
+
+
+def _require_latents(setup: _Setup, **latents: Tensor) -> None:
+    for name, x in latents.items():
+        if x.ndim == 0 or tuple(x.shape[1:]) != setup.shape:
+            raise ValueError(f"{name} must be (b, {', '.join(map(str, setup.shape))}), got {tuple(x.shape)}")
+
+
+# encode, decode, size, grid
+
+
+def _encode(
+    setup: _Setup, cache: dict, prompts: Sequence[str], images: Sequence[Any] | None = None
+) -> dict[str, Tensor]:
+    """What `pipe(prompt)` would feed its transformer, one row per prompt, as fresh tensors on the module's device.
+
+    prompts: a sequence of str, not a str. images: one per prompt for families that start from an image, else None. Each
+    distinct text and image is encoded once, alone, and kept on the CPU. Float entries are in the module's dtype, an
+    embedded `guidance` in float32. ValueError: prompts or images of another kind or number; a text not yet encoded after
+    a text encoder was taken out of the pipeline.
+    """
+    family, module = setup.family, setup.pipe.transformer
+    texts = [] if isinstance(prompts, str) else list(prompts)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"prompts must be a non-empty sequence of str, got {prompts!r}")
+    if (images is None) != (family.encode_image is None) or (images is not None and len(images) != len(texts)):
+        wanted = "no images" if family.encode_image is None else f"{len(texts)} images, one per prompt"
+        got = "none" if images is None else len(images)
+        raise ValueError(f"{type(setup.pipe).__name__} takes {wanted}; got {got}")
+
+    def once(key: tuple, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        if key not in cache:
+            with torch.no_grad():
+                rows = {n: x[0].to(module.dtype) if x.is_floating_point() else x[0] for n, x in compute().items()}
+            cache[key] = {n: x.detach().to("cpu", copy=True) for n, x in rows.items()}
+        return cache[key]
+
+    def text(encode: Callable, prompt: str) -> dict[str, Tensor]:
+        return once((encode, prompt), lambda: _encode_text(setup, encode, prompt))
+
+    rows = [dict(text(family.encode, prompt)) for prompt in texts]
+    for row, image in zip(rows, images or []):
+        assert family.encode_image is not None
+        row.update(once((_digest(image),), partial(family.encode_image, setup.pipe, image, setup.size)))
+    if setup.guided:
+        negative = text(family.encode_negative or family.encode, setup.negative)
+        for row in rows:
+            row.update({f"uncond.{name}": negative[name] for name in family.twins})
+    cond = {name: torch.stack([row[name] for row in rows]).to(module.device) for name in rows[0]}
+    if unit := family.guidance_unit(setup.pipe):
+        cond["guidance"] = torch.full((len(texts),), setup.scale * unit, device=module.device, dtype=torch.float32)
+    return cond
+
+
+def _encode_text(setup: _Setup, encode: Callable, prompt: str) -> dict[str, Tensor]:
+    # A pipeline without T5 feeds zeros instead: taken out later, it would silently be another conditioning.
+    gone = [name for name in setup.encoders or ("text_encoder",) if getattr(setup.pipe, name, None) is None]
+    if gone:
+        raise ValueError(f"{prompt!r} was not encoded while the pipeline had {gone}")
+    return encode(setup.pipe, prompt, setup.length)
+
+
+def _digest(image: Any) -> str:
+    import numpy as np
+
+    pixels = np.ascontiguousarray(image.cpu() if isinstance(image, Tensor) else image)
+    return hashlib.sha256(f"{pixels.dtype} {pixels.shape} ".encode() + pixels.tobytes()).hexdigest()
+
+
+def _decode(setup: _Setup, latents: Float[Tensor, "..."]) -> UInt8[Tensor, " b *pixels"]:
+    """round(255 clamp(x/2 + 1/2)) of the VAE's output, one sample at a time: the pixels of the pipeline's PIL images.
+
+    latents " b *d" -> UInt8 " b h w 3" or " b f h w 3" on the CPU; the VAE may lie on any device. A sample whose
+    latents are not finite is black, and so is a pixel the VAE makes nan. ValueError: latents of another shape.
+    """
+    _require_latents(setup, latents=latents)
+    vae, size = setup.pipe.vae, setup.size
+    frames = () if size.frames is None else (size.frames,)
+    out = torch.zeros(len(latents), *frames, size.height, size.width, 3, dtype=torch.uint8)
+    for row, x in zip(out, latents.detach()):
+        if not bool(torch.isfinite(x).all()):
+            continue
+        with torch.no_grad():
+            pixels = setup.family.decode(setup.pipe, size, x[None].to(vae.device, vae.dtype))[0]
+        row.copy_((255 * torch.as_tensor(pixels).float().nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)).round())
+    return out
+
+
+def _latent_shape(setup: _Setup, *, height: int | None = None, width: int | None = None, frames: int | None = None):
+    """One sample's latent shape at a size in pixels; what is None is the model's own. ValueError as `from_pipeline`."""
+    asked = (height, width, frames)
+    size = _checked_size(setup.family, *(own if n is None else n for n, own in zip(asked, setup.size)))
+    return setup.family.latent_shape(setup.pipe, size)
+
+
+def _times(setup: _Setup, steps: int) -> Float[Tensor, " {steps}+1"]:
+    """1, 1 - 1/n, ..., 1/n warped once by the model's shift, then 0. Where the scheduler has a `shift_terminal` the times
+    above 0 are stretched to end there, as it does. ValueError: steps < 1."""
+    times = time_grid(steps, shift=setup.shift, dtype=torch.float64)
+    last = setup.pipe.scheduler.config.get("shift_terminal")
+    if last and steps > 1:  # a single time is 1, and has no tail to stretch
+        times[:-1] = 1 - (1 - times[:-1]) * (1 - last) / (1 - times[-2])
+    return times.float()
+
+
+def _scheduler_shift(pipe: Any, tokens: int) -> float:
+    """s of t <- s t / (1 + (s - 1) t) as the pipeline's scheduler applies it to a sequence of `tokens`."""
+    scheduler, config = pipe.scheduler, pipe.scheduler.config
+    if config.get("use_dynamic_shifting"):
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        mu = start + (end - start) * (tokens - low) / (high - low)
+        return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+    own = scheduler.shift if hasattr(type(scheduler), "shift") else config.get("shift")  # follows set_shift()
+    shift = config.get("flow_shift", own)
+    if shift is None:
+        raise ValueError(f"{type(scheduler).__name__} has no flow shift; give shift=")
+    return shift
+
+
+# export
+
+
+def _export(setup: _Setup, module: Any, live: Params, folder: str | Path, params: Params | None = None) -> Path:
+    """Writes what the pipeline class loads back to the same outputs, and returns `folder` as a Path.
+
+    LoRA: `pytorch_lora_weights.safetensors` with the adapter's configuration, for `pipe.load_lora_weights(folder)`; a
+    pipeline in bf16 rounds the factors when it loads them. All parameters: `folder/transformer`, for `from_pretrained`.
+    params: None, the live ones. ValueError: names or shapes that differ; a folder that is a file.
+    """
+    folder, params = Path(folder), live if params is None else params
+    require_same_keys(params=params, module=live)
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file, not a folder")
+    with _quiet():
+        if setup.adapter is None:
+            values = {f"module.{name}": params[name].detach().to(live[name]) for name in live}
+            torch.func.functional_call(_Saver(module), values, (folder / "transformer",))
+            return folder
+        from peft import get_peft_model_state_dict
+
+        values = {name: x.detach().cpu().contiguous().clone() for name, x in params.items()}
+        type(setup.pipe).save_lora_weights(
+            folder,
+            # drops the adapter's name: the loading pipeline chooses its own
+            transformer_lora_layers=get_peft_model_state_dict(
+                module, state_dict=values, adapter_name=setup.adapter, save_embedding_layers=False
+            ),
+            # without it alpha is lost: the file loads, and is wrong
+            transformer_lora_adapter_metadata=module.peft_config[setup.adapter].to_dict(),
+        )
+    return folder
+
+
+class _Saver(nn.Module):
+    """`save_pretrained` as a forward pass, so that other params can be saved without a second copy of the model."""
+
+    def __init__(self, module: Any):
+        super().__init__()
+        self.module = module
+
+    def forward(self, folder: Path) -> None:
+        self.module.save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+
+
+# checks, then preparation
+
+
+def _checked_size(family: Family, height: Any, width: Any, frames: Any) -> Size:
+    if family.video != (frames is not None):
+        raise ValueError(
+            f"frames must be {'given for a video' if family.video else 'None for an image'}, got {frames!r}"
+        )
+    frames = None if frames is None else require_count("frames", frames)
+    return Size(require_count("height", height), require_count("width", width), frames)
+
+
+def _checked_length(pipe: Any, family: Family, length: int | None) -> int:
+    if length is None:
+        length = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
+    length = require_count("max_sequence_length", length)
+    if family.longest is not None and length > family.longest:
+        raise ValueError(f"max_sequence_length must be at most {family.longest} for this pipeline, got {length}")
+    return length
+
+
+def _checked_lora(module: Any, family: Family, lora: Mapping[str, Any] | str | None) -> tuple[str | None, Any]:
+    """(name of the adapter to train or None, its LoraConfig if it is to be added); refuses, changes nothing."""
+    loaded = sorted(getattr(module, "peft_config", None) or {})
+    if isinstance(lora, str):
+        _require_trainable(module, lora, loaded)
+        return lora, None
+    if loaded:
+        raise ValueError(
+            f"the transformer has adapters {loaded}: train one on by lora={loaded[0]!r}, or unload it first"
+        )
+    if lora is None:
+        if other := [f"{n} {p.dtype}" for n, p in module.named_parameters() if p.dtype != torch.float32]:
+            raise ValueError(f"lora=None trains every parameter, in float32; {len(other)} are not: {other[:4]}")
+        return None, None
+    if not isinstance(lora, Mapping):
+        raise ValueError(
+            f"lora must be a mapping of peft.LoraConfig arguments, an adapter's name or None, got {lora!r}"
+        )
+    from peft import LoraConfig
+
+    names = [name for name, _ in module.named_modules()]
+    default = [target for target in family.targets if any(name.endswith(f".{target}") for name in names)]
+    config = LoraConfig(**{"init_lora_weights": "gaussian", "target_modules": default, **lora})
+    _require_plain(config)
+    _require_targets(module, config)
+    return "default", config
+
+
+def _require_plain(config: Any) -> None:
+    """Low-rank factors and nothing else, which start as the base model and end in one file of factors."""
+    for name in ("lora_dropout", "bias", "modules_to_save", "target_parameters", "layer_replication"):
+        if (value := getattr(config, name, None)) not in (None, 0, "none", [], False):
+            raise ValueError(f"lora has {name}={value!r}: only low-rank factors are trained, without dropout")
+    if config.init_lora_weights not in ("gaussian", True, False):
+        raise ValueError(f"init_lora_weights={config.init_lora_weights!r} changes the base weights: not supported")
+    for rank in (config.r, *(config.rank_pattern or {}).values()):
+        require_count("lora rank r", rank)
+
+
+def _require_targets(module: nn.Module, config: Any) -> None:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    hit = {name: m for name, m in module.named_modules() if name and check_target_module_exists(config, name)}
+    targets = config.target_modules
+    # a name that no longer exists would train less than was asked for, and say nothing
+    unmet = [targets] if isinstance(targets, str) and not hit else []
+    if not isinstance(targets, str):
+        unmet = [t for t in sorted(targets or []) if not any(n == t or n.endswith(f".{t}") for n in hit)]
+    if unmet or not hit:
+        raise ValueError(f"target_modules {unmet or targets} match nothing in {type(module).__name__}")
+    layers = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    if wrong := [f"{name} ({type(m).__name__})" for name, m in hit.items() if not isinstance(m, layers)]:
+        raise ValueError(f"target_modules match layers that LoRA cannot adapt: {wrong[:4]}")
+
+
+def _require_trainable(module: Any, adapter: str, loaded: Sequence[str]) -> None:
+    if adapter not in loaded:
+        raise ValueError(f"no adapter {adapter!r} in the transformer; loaded: {loaded}")
+    if not _factor_names(module, adapter):
+        raise ValueError(f"adapter {adapter!r} has no LoRA factors in {type(module).__name__}")
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in module.named_modules():
+        if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
+            continue
+        if adapter in layer.merged_adapters:
+            raise ValueError(f"adapter {adapter!r} is fused into {name}: unfuse it, or it gets no gradient")
+        rank = layer.r[adapter]
+        plain = layer.lora_alpha[adapter] / (math.sqrt(rank) if layer.use_rslora.get(adapter) else rank)
+        if not math.isclose(layer.scaling[adapter], plain):
+            weight = layer.scaling[adapter] / plain
+            raise ValueError(f"adapter {adapter!r} has weight {weight:g}, which no export keeps: set it to 1")
+
+
+def _factor_names(module: nn.Module, adapter: str) -> list[str]:
+    """By the adapter's name: `requires_grad` is flipped by every `set_adapter`, a prefix meets its neighbours."""
+
+    def belongs(name: str) -> bool:
+        parts = name.split(".")
+        return any(part.startswith("lora_") and key == adapter for part, key in itertools.pairwise(parts))
+
+    return [name for name, _ in module.named_parameters() if belongs(name)]
+
+
+def _prepare(pipe: Any, adapter: str | None, config: Any, checkpointing: bool) -> list[str]:
+    """Adds or activates the adapter, freezes everything else, and returns the names of what is trained."""
+    module = pipe.transformer
+    if config is not None:
+        module.add_adapter(config, adapter)
+    elif adapter is not None:
+        module.enable_adapters()
+        module.set_adapter(adapter)
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):  # built from a configuration they start in train mode, with T5's dropout
+            part.requires_grad_(False).eval()
+    named = dict(module.named_parameters())
+    names = list(named) if adapter is None else _factor_names(module, adapter)
+    for name in names:
+        if named[name].dtype != torch.float32:
+            named[name].data = named[name].data.float()  # in bf16 an update below 1/256 of a weight is lost
+        named[name].requires_grad_(True)
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+    elif getattr(module, "is_gradient_checkpointing", False):
+        module.disable_gradient_checkpointing()
+    return names
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what importing and calling peft prints: notes on optional packages, none about the work done here."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

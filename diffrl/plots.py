@@ -1,0 +1,158 @@
+"""Pictures of a run: its curve, and what the same seeds drew before and after. matplotlib is imported when one is drawn."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2f855a"
+
+
+def require_matplotlib() -> None:
+    """ImportError, naming what to install, where no picture could be drawn: to be asked before hours of training."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'diffrl[plots]'") from error
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure outside pyplot: no global state, no display."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _style(axis: Any, title: str, xlabel: str) -> None:
+    axis.set_title(title, fontsize=10, color=INK, loc="left")
+    axis.set_xlabel(xlabel, fontsize=9)
+    axis.grid(True, alpha=0.25, linewidth=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=8)
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """(iteration, value) of the rows that have a number under `name`."""
+    kept = [(r["iteration"], r[name]) for r in rows if isinstance(r.get(name), int | float) and r[name] == r[name]]
+    return [float(i) for i, _ in kept], [float(v) for _, v in kept]
+
+
+def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Path:
+    """Three panels over iterations: reward and held-out evaluation; loss of each update; trust region.
+
+    rows: one mapping per iteration, with "iteration" and the metric names of `diffrl.loop`; absent ones are left out.
+    ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("no rows: nothing to draw")
+    figure = _figure(12, 3.6)
+    left, middle, right = figure.subplots(1, 3)
+    _evaluation_panel(left, rows)
+    _style(middle, "loss of each update", "iteration")
+    for u, colour in ((1, BLUE), (2, ORANGE), (3, GREEN), (4, GREY)):
+        if any(f"loss/update_{u}" in row for row in rows):
+            middle.plot(*_series(rows, f"loss/update_{u}"), color=colour, linewidth=1.5, label=f"update {u}")
+    if any("groups/dead" in row for row in rows):
+        x, dead = _series(rows, "groups/dead")
+        middle.plot(x, [1 - d for d in dead], color=GREY, linewidth=1, linestyle=":", label="share of live groups")
+    middle.legend(fontsize=8, frameon=False)
+    _style(right, "trust region, last update", "iteration")
+    last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
+    right.plot(*_series(rows, f"masked_fraction/update_{last}"), color=ORANGE, linewidth=1.5, label="masked fraction")
+    right.set_ylim(-0.02, 1.02)
+    twin = right.twinx()
+    twin.plot(*_series(rows, f"drift_rms/update_{last}"), color=BLUE, linewidth=1.2, label="drift rms")
+    twin.set_ylim(bottom=0)
+    twin.spines["top"].set_visible(False)
+    twin.tick_params(labelsize=8)
+    lines = [*right.get_lines(), *twin.get_lines()]
+    right.legend(lines, [line.get_label() for line in lines], fontsize=8, frameon=False)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    _style(axis, "reward", "iterations completed")
+    x, y = _series(rows, "reward/mean")
+    if x:
+        axis.plot(x, y, color=GREY, linewidth=1.2, label="training reward")
+    for name, colour in (("eval/reward", BLUE), ("eval/exact_match", GREEN)):
+        points = [
+            (row.get("eval/iterations", row["iteration"]), row[name]) for row in rows if row.get(name) is not None
+        ]
+        if points:
+            axis.plot(
+                *zip(*points, strict=True),
+                "o-",
+                color=colour,
+                linewidth=1.6,
+                markersize=4,
+                label=f"{name} (held-out seeds)",
+            )
+    axis.legend(fontsize=8, frameon=False)
+
+
+def save_before_after(
+    path: str | Path,
+    before: Tensor,
+    after: Tensor,
+    *,
+    titles: Sequence[str],
+    captions_before: Sequence[str],
+    captions_after: Sequence[str],
+    good_before: Sequence[bool] | None = None,
+    good_after: Sequence[bool] | None = None,
+) -> Path:
+    """Two rows of pictures of the same prompts and seeds: before above, after below, a caption under each.
+
+    before, after: UInt8 " b h w 3"; titles, captions_*: b strings; good_*: captions in green or orange. ValueError:
+    lengths or shapes that differ, nothing to draw.
+    """
+    b = len(before)
+    lengths = [len(after), len(titles), len(captions_before), len(captions_after)]
+    if b == 0 or before.shape != after.shape or any(n != b for n in lengths):
+        raise ValueError(
+            f"before {tuple(before.shape)}, after {tuple(after.shape)}, lengths {lengths} must all be b > 0"
+        )
+    h, w = before.shape[1:3]
+    cell = 1.25
+    figure = _figure(cell * b + 0.5, 2 * (cell * h / w + 0.42) + 0.25)
+    axes = figure.subplots(2, b, squeeze=False)
+    rows = (("before", before, captions_before, good_before), ("after", after, captions_after, good_after))
+    for line, (name, images, captions, good) in zip(axes, rows, strict=True):
+        for j, axis in enumerate(line):
+            axis.imshow(images[j].numpy(), interpolation="nearest" if h < 128 else None)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.spines[:].set_color("#cccccc")
+            colour = INK if good is None else GREEN if good[j] else ORANGE
+            axis.set_xlabel(captions[j], fontsize=7.5, color=colour)
+            if name == "before":
+                axis.set_title(titles[j], fontsize=8.5, color=INK)
+        line[0].set_ylabel(name, fontsize=9, color=INK)
+    figure.savefig(path)
+    return Path(path)
+
+
+def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: Sequence[str] | None = None) -> Path:
+    """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw."""
+    if len(images) == 0 or (captions is not None and len(captions) != len(images)):
+        raise ValueError(f"{len(images)} images, {None if captions is None else len(captions)} captions")
+    h, w = images.shape[1:3]
+    lines = -(-len(images) // columns)
+    figure = _figure(columns * 0.9, lines * (0.9 * h / w + (0.2 if captions else 0.05)))
+    for j, axis in enumerate(figure.subplots(lines, columns, squeeze=False).flat):
+        axis.axis("off")
+        if j < len(images):
+            axis.imshow(images[j].numpy(), interpolation="nearest" if h < 128 else None)
+            if captions is not None:
+                axis.set_title(captions[j], fontsize=6)
+    figure.savefig(path)
+    return Path(path)

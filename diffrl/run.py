@@ -1,0 +1,292 @@
+"""One training run in one folder: settings, metrics, held-out evaluation, checkpoints, pictures, and resuming it.
+
+    metrics.jsonl        settings in the first line, then one line per iteration (`diffrl.loop`'s names)
+    checkpoint/          the newest whole checkpoint (`diffrl.checkpoints`)
+    adapter/             the trained LoRA, as the pipeline's own load_lora_weights reads it
+    curve.png, before_after.png
+
+At iteration 0, every `eval_every` iterations and the last, a line also has eval/exact_match (where an OCR engine judges),
+eval/reward, and eval/iterations: how many iterations lie behind the evaluated weights. At iteration 0 that is 0, the base
+model; at a later iteration i it is i + 1. Evaluation seeds are the same in every run and never used in training.
+"""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffrl.checks import require_count
+from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
+from diffrl.plots import require_matplotlib
+from diffrl.settings import Bench, Evaluation, Settings, build, evaluate
+from diffrl.types import Params
+from diffrl.version import __version__
+from diffrl.windows import score_images
+
+
+def refuse_folder(folder: Path, *, overwrite: bool) -> None:
+    """ValueError where a new run must not go: a folder that is not empty, unless it is a run to be overwritten."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not overwrite:
+            raise ValueError(
+                f"--output {str(folder)!r} exists: resume it (--resume), or choose another, or --overwrite"
+            )
+        if not (folder / "metrics.jsonl").is_file():
+            raise ValueError(f"--output {str(folder)!r} is not a diffrl run: not overwritten")
+
+
+def prepare_folder(folder: Path, s: Settings, *, overwrite: bool) -> None:
+    """Make the run's folder with its settings line, whole or not at all. ValueError: it exists, or cannot be written."""
+    refuse_folder(folder, overwrite=overwrite)
+    temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / "metrics.jsonl").write_text(json.dumps({"diffrl": __version__, "settings": asdict(s)}) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ValueError(f"--output {str(folder)!r} cannot be written: {error.strerror or error}") from None
+
+
+def read_metrics(folder: str | Path) -> tuple[Settings, list[dict[str, Any]]]:
+    """(settings, rows) of a run's metrics.jsonl; a last line cut off by a kill is dropped. ValueError: not a run."""
+    path = Path(folder) / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} is not a diffrl run: it has no metrics.jsonl")
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text().split("\n")[:-1]:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    if not rows or set(rows[0].get("settings", {})) != {f.name for f in fields(Settings)}:
+        raise ValueError(f"{str(path)!r} does not start with the settings of a diffrl run of this version")
+    return Settings(**rows[0]["settings"]), rows[1:]
+
+
+def _json_line(row: Mapping[str, Any]) -> str:
+    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came; the iteration was finished and a checkpoint written."""
+
+
+@contextlib.contextmanager
+def _graceful_interrupt() -> Iterator[list[int]]:
+    """The first SIGINT or SIGTERM is noted, to stop after the running iteration; a second SIGINT stops at once."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    try:
+        old = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: no handlers, the caller interrupts in its own way
+        old = {}
+    try:
+        yield noted
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def run(
+    folder: str | Path,
+    s: Settings | None = None,
+    *,
+    resume: bool = False,
+    iterations: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[..., Any] | None = None,
+    pictures: bool = True,
+) -> list[dict[str, Any]]:
+    """Train in `folder` and return the rows of its metrics.jsonl. Interrupt it at any moment and go on with resume=True:
+    rows (times apart) and weights are those of the uninterrupted run, bit for bit on the same machine.
+
+    s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
+    factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
+    """
+    folder = Path(folder)
+    rows: list[dict[str, Any]] = []
+    if resume:
+        s, rows = read_metrics(folder)
+        s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
+    else:
+        refuse_folder(folder, overwrite=overwrite)
+    assert s is not None
+    if pictures:
+        require_matplotlib()
+    torch.set_num_threads(s.threads)
+    bench = build(s)
+    optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
+    initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
+    start, behaviour = 0, None
+    checkpoint = None
+    if resume and (folder / "checkpoint" / "checkpoint.json").exists():
+        checkpoint = load_checkpoint(folder / "checkpoint")
+        _same_run(checkpoint.settings, s)
+        start = checkpoint.iteration
+        if start > s.iterations:
+            raise ValueError(f"--iterations {s.iterations}: the run in {str(folder)!r} already has {start}")
+    # Before anything is written: a reward that cannot be used is found out here.
+    base = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else {}
+    if checkpoint is not None:
+        behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
+    if not resume:
+        prepare_folder(folder, s, overwrite=overwrite)
+    rows = _rows_before(folder, s, rows, start, base)
+    _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base)
+    if bench.model.export is not None:
+        bench.model.export(folder / "adapter")
+    if pictures:
+        save_pictures(folder, s, bench, initial, rows)
+    return rows
+
+
+def _same_run(saved: Mapping[str, Any], s: Settings) -> None:
+    differing = {k: (saved.get(k), v) for k, v in asdict(s).items() if k != "iterations" and saved.get(k) != v}
+    if differing:
+        raise ValueError(f"the checkpoint belongs to another run; settings that differ (saved, here): {differing}")
+
+
+def _evaluated(i: int, s: Settings) -> bool:
+    return i == 0 or i == s.iterations - 1 or (i + 1) % s.eval_every == 0
+
+
+def _ended_at_once(rows: Sequence[Mapping[str, Any]], s: Settings) -> bool:
+    """Whether iteration 0 was the last one when it ran and is not any more."""
+    return s.iterations > 1 and bool(rows) and rows[0].get("eval/iterations") == 1
+
+
+def _as_planned(row: dict[str, Any], s: Settings, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without the evaluation that it has only because a run of fewer iterations once ended there."""
+    if _evaluated(row["iteration"], s) and not _ended_at_once([row], s):
+        return row
+    kept = {k: v for k, v in row.items() if not k.startswith("eval/") and k != "seconds/evaluation"}
+    return kept | base if row["iteration"] == 0 else kept
+
+
+def _rows_before(
+    folder: Path, s: Settings, rows: list[dict[str, Any]], start: int, base: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of iterations 0..start-1; metrics.jsonl is rewritten to hold exactly these, so nothing repeats."""
+    rows = [_as_planned(row, s, base) for row in rows if row.get("iteration", start) < start]
+    if [row["iteration"] for row in rows] != list(range(start)):
+        raise ValueError(f"metrics.jsonl lacks iterations before {start}, where the checkpoint stands")
+    temporary = folder / ".metrics.jsonl.tmp"
+    head = json.dumps({"diffrl": __version__, "settings": asdict(s)}) + "\n"
+    temporary.write_text(head + "".join(_json_line(row) for row in rows))
+    os.replace(temporary, folder / "metrics.jsonl")
+    return rows
+
+
+def _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base) -> None:
+    """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration."""
+    settings = {
+        "group_size": s.group_size,
+        "steps": s.steps,
+        "seed": s.seed,
+        "prompts_per_iteration": s.prompts_per_iteration,
+        "micro_batch": s.micro_batch,
+        "rollout_chunk": s.rollout_chunk,
+    }
+    # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
+    held: dict[str, Params | None] = {"behaviour": behaviour}
+
+    def remembered(old: Params, new: Params, i: int) -> Params:
+        held["behaviour"] = now = bench.algorithm.behaviour(old, new, i)
+        return now
+
+    algorithm = bench.algorithm._replace(behaviour=remembered)
+    training = train(
+        bench.model, algorithm, bench.prompts, bench.reward, optimizer, start=start, behaviour=behaviour, **settings
+    )
+    save = partial(
+        save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
+    )
+    bar = None if progress is None else progress(total=s.iterations, initial=start)
+    with _graceful_interrupt() as noted, (folder / "metrics.jsonl").open("a") as file:
+        latest = next((r["eval/exact_match"] for r in reversed([*rows, base]) if "eval/exact_match" in r), None)
+        for i in range(start, s.iterations):
+            row: dict[str, Any] = next(training)
+            row["reward/exact_match"] = bench.reward.exact
+            last = i == s.iterations - 1
+            if i == 0 and not last:
+                row |= base
+            elif _evaluated(i, s):
+                began = time.perf_counter()
+                row |= _eval_metrics(bench, s, i + 1)
+                row["seconds/evaluation"] = time.perf_counter() - began
+            latest = row.get("eval/exact_match", latest)
+            rows.append(row)
+            file.write(_json_line(row))
+            file.flush()
+            if last or noted or (i + 1) % s.checkpoint_every == 0:
+                save(iteration=i + 1, behaviour=held["behaviour"])
+            if bar is not None:
+                bar.set_postfix_str(_postfix(row, latest), refresh=False)
+                bar.update(1)
+            if noted and not last:
+                raise Interrupted(f"stopped after iteration {i}; go on with: diffrl train --resume {folder}")
+    if bar is not None:
+        bar.close()
+
+
+def _postfix(row: Mapping[str, Any], latest: float | None) -> str:
+    parts = [f"reward {row['reward/mean']:.3f}"]
+    if latest is not None:
+        parts.append(f"exact {latest:.3f}")
+    if "masked_fraction" in row:
+        parts.append(f"masked {row['masked_fraction']:.2f}")
+    return ", ".join(parts)
+
+
+def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows: Sequence[Mapping[str, Any]]) -> None:
+    """curve.png, and before_after.png: ten prompts at held-out seeds, drawn by the base and by the trained params."""
+    from diffrl.plots import save_before_after, save_curve
+
+    save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
+    shown = bench.prompts[:: max(len(bench.prompts) // 10, 1)][:10]
+    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1)
+    before, after = draw(params=initial), draw()
+    save_before_after(
+        folder / "before_after.png",
+        before.images,
+        after.images,
+        titles=shown,
+        captions_before=_captions(before),
+        captions_after=_captions(after),
+        good_before=None if before.exact is None else [bool(e == 1) for e in before.exact],
+        good_after=None if after.exact is None else [bool(e == 1) for e in after.exact],
+    )
+
+
+def _captions(found: Evaluation) -> list[str]:
+    if found.readings is None:
+        return [f"{float(r):.3g}" for r in found.rewards]
+    return [f'"{t or ""}"  {float(r):.2f}' for t, r in zip(found.readings, found.rewards, strict=True)]
+
+
+def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
+    found = evaluate(bench.model, bench.prompts, bench.reward, steps=s.steps, samples=s.eval_samples)
+    metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
+    if found.exact is not None:
+        metrics["eval/exact_match"] = float(found.exact.nanmean())
+    if bench.held_out is not None:
+        metrics["eval/held_out_reward"] = float(score_images(bench.held_out, found.images, found.prompts).nanmean())
+    return metrics

@@ -1,0 +1,263 @@
+"""What a run depends on: its settings, and the model, prompts, reward and algorithm they name; held-out evaluation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffrl import rewards
+from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art, art_flash, art_pairwise, noisiest
+from diffrl.checks import require_count, require_number
+from diffrl.models import from_pipeline
+from diffrl.sampling import rollout, sample_seeds
+from diffrl.types import Params, Reward
+from diffrl.windows import encode, score_images
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"art": art, "art_flash": art_flash, "art_pairwise": art_pairwise}
+REWARDS: dict[str, Callable[..., Any]] = {
+    "ocr": rewards.ocr,
+    "tesseract_ocr": rewards.tesseract_ocr,
+    "jpeg_compressibility": rewards.jpeg_compressibility,
+    "jpeg_incompressibility": rewards.jpeg_incompressibility,
+}
+TASKS = ("digits", "prompts")
+HELD_OUT_SEED = 2**62 + 1  # beyond every --seed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a run depends on; written to the first line of metrics.jsonl."""
+
+    task: str = "digits"
+    model: str | None = None
+    algorithm: str = "art"
+    reward: str = "ocr"
+    held_out_reward: str | None = None
+    prompts: str | None = None
+    iterations: int = 40
+    group_size: int = 8
+    prompts_per_iteration: int = 16
+    steps: int = 8
+    learning_rate: float = 1e-3
+    trained_steps: str = "random:3/4"
+    radius: float = 1e-5
+    lora_rank: int = 16
+    lora_alpha: int = 32
+    seed: int = 0
+    eval_every: int = 10
+    eval_samples: int = 4
+    checkpoint_every: int = 5
+    micro_batch: int | None = None
+    rollout_chunk: int | None = None
+    height: int | None = None
+    width: int | None = None
+    guidance_scale: float | None = None
+    device: str = "cpu"
+    threads: int = 2
+
+
+def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None]:
+    """("all" | "noisiest:N" | "random:M" | "random:M/N") -> (candidate steps, how many of them each trajectory trains).
+
+    random:M/N: M random ones of the noisiest N per trajectory. ValueError naming --trained-steps.
+
+    >>> parse_trained_steps("random:3/4", 8)[0](8), parse_trained_steps("random:3/4", 8)[1]
+    (range(0, 4), 3)
+    """
+    kind, _, rest = text.partition(":")
+    try:
+        numbers = [int(n) for n in rest.split("/")] if rest else []
+    except ValueError:
+        numbers = [0]
+    good = {"all": [0], "noisiest": [1], "random": [1, 2]}
+    if (
+        len(numbers) not in good.get(kind, [])
+        or any(not 1 <= n <= steps for n in numbers)
+        or sorted(numbers) != numbers
+    ):
+        raise ValueError(
+            f"--trained-steps must be all, noisiest:N, random:M or random:M/N with 1 <= M <= N <= steps={steps}, got {text!r}"
+        )
+    if kind == "all":
+        return all_steps, None
+    if kind == "noisiest":
+        return noisiest(numbers[0]), None
+    return (noisiest(numbers[1]) if len(numbers) == 2 else all_steps), numbers[0]
+
+
+def check_settings(s: Settings) -> None:
+    """One ValueError naming the option and its value for the first setting that cannot be."""
+    for name, known in (("task", TASKS), ("algorithm", tuple(ALGORITHMS))):
+        value = getattr(s, name)
+        if value not in known:
+            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+    for name in ("iterations", "prompts_per_iteration", "steps", "lora_rank", "lora_alpha", "eval_every"):
+        require_count(f"--{name.replace('_', '-')}", getattr(s, name))
+    for name in ("eval_samples", "checkpoint_every", "threads"):
+        require_count(f"--{name.replace('_', '-')}", getattr(s, name))
+    for name in ("micro_batch", "rollout_chunk", "height", "width"):
+        if getattr(s, name) is not None:
+            require_count(f"--{name.replace('_', '-')}", getattr(s, name))
+    require_count("--group-size", s.group_size, low=2)
+    require_count("--seed", s.seed, low=0)
+    if s.seed >= 2**62:
+        raise ValueError(f"--seed must be below 2**62, got {s.seed}")
+    require_number("--learning-rate", s.learning_rate, low=0, open_low=True)
+    require_number("--radius", s.radius, low=0)
+    parse_trained_steps(s.trained_steps, s.steps)
+    if s.task == "prompts" and (s.model is None or s.prompts is None):
+        raise ValueError(f"--task prompts needs --model and --prompts FILE, got {s.model!r} and {s.prompts!r}")
+    try:
+        torch.empty(0, device=s.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {s.device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def make_algorithm(s: Settings) -> Algorithm:
+    """The named algorithm with the run's trained steps and radius."""
+    candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
+    if s.algorithm == "art_flash":
+        return art_flash(noisiest=len(candidates(s.steps)), steps_per_sample=per_sample, radius=s.radius)
+    return ALGORITHMS[s.algorithm](trained_steps=candidates, steps_per_sample=per_sample, radius=s.radius)
+
+
+def make_reward(name: str, *, threads: int = 2) -> Reward:
+    """A reward by its name in `REWARDS`, or MODULE:FUNCTION, a reward itself. ValueError naming --reward; ImportError."""
+    if name in REWARDS:
+        return REWARDS[name](threads=threads) if name == "ocr" else REWARDS[name]()
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, or MODULE:FUNCTION, got {name!r}")
+    try:
+        found = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--reward {name!r} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ValueError(f"--reward {name!r} is not callable: {found!r}")
+    return found
+
+
+class Judge:
+    """A reward that remembers what share of its last call was read exactly, where it reads at all."""
+
+    def __init__(self, reward: Reward):
+        self.reward, self.exact = reward, float("nan")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        if not isinstance(self.reward, rewards.TextReward):
+            return self.reward(images, prompts)
+        values, exact, _ = judge_text(self.reward, images, prompts)
+        self.exact = float(exact.nanmean())
+        return values
+
+
+def judge_text(reward: "rewards.TextReward", images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list]:
+    """(rewards " b", exact matches " b", readings) from one reading of the images."""
+    readings = reward.read(images)
+    targets = [reward.target(prompt) for prompt in prompts]
+    values = torch.tensor([rewards.text_similarity(r, t) for r, t in zip(readings, targets, strict=True)])
+    return values, rewards.exact_match(readings, prompts, target=reward.target), readings
+
+
+class Bench(NamedTuple):
+    """What a run works on, built from its settings alone."""
+
+    model: Any
+    prompts: list[str]
+    reward: Judge
+    held_out: Reward | None
+    algorithm: Algorithm
+
+
+def build(s: Settings) -> Bench:
+    """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written."""
+    check_settings(s)
+    algorithm = make_algorithm(s)
+    reward = Judge(make_reward(s.reward, threads=s.threads))
+    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads)
+    pipe, prompts, options = _pipeline(s)
+    if s.prompts_per_iteration > len(prompts):
+        raise ValueError(f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts")
+    torch.manual_seed(s.seed)  # the adapter's first factors
+    pipe.to(s.device)
+    model = from_pipeline(pipe, lora={"r": s.lora_rank, "lora_alpha": s.lora_alpha}, **options)
+    return Bench(model, prompts, reward, held_out, algorithm)
+
+
+def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
+    given = {"height": s.height, "width": s.width, "guidance_scale": s.guidance_scale}
+    given = {name: value for name, value in given.items() if value is not None}
+    prompts = None if s.prompts is None else read_prompts(s.prompts)
+    if s.task == "digits":
+        from diffrl.tasks import digits
+
+        return digits.load_pipeline(s.model), prompts or digits.prompts(), {**digits.pipeline_options(), **given}
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(
+        s.model, torch_dtype=torch.bfloat16 if s.device != "cpu" else torch.float32
+    )
+    return pipe, prompts or [], {"height": 512, "width": 512, **given}
+
+
+def read_prompts(path: str) -> list[str]:
+    """One prompt per non-empty line. ValueError: no such file, no prompts."""
+    if not Path(path).is_file():
+        raise ValueError(f"--prompts {path!r} is no file")
+    lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompts {path!r} holds no prompts")
+    return lines
+
+
+# ---- evaluation -------------------------------------------------------------------------------------------------------
+
+
+class Evaluation(NamedTuple):
+    """Held-out samples: images " b h w 3", their prompts, rewards " b", readings and exact matches " b" where text is read."""
+
+    images: Tensor
+    prompts: list[str]
+    rewards: Tensor
+    readings: list[str | None] | None
+    exact: Tensor | None
+
+
+def evaluate(
+    model: Any,
+    prompts: Sequence[str],
+    reward: Reward,
+    *,
+    steps: int,
+    samples: int,
+    params: Params | None = None,
+    chunk: int = 128,
+) -> Evaluation:
+    """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler."""
+    params = model.params if params is None else params
+    device = next(iter(model.params.values())).device
+    seeds = sample_seeds(HELD_OUT_SEED, 0, range(len(prompts)), samples).flatten().to(device)
+    texts = [prompt for prompt in prompts for _ in range(samples)]
+    parts = []
+    for i in range(0, len(texts), chunk):
+        part, names = seeds[i : i + chunk], texts[i : i + chunk]
+        trajectory = rollout(
+            model.velocity,
+            params,
+            encode(model, names),
+            model.times(steps),
+            seeds=part,
+            shape=model.latent_shape(),
+            keep=[],
+        )
+        parts.append(model.decode(trajectory.x_0))
+    images = torch.cat(parts)
+    inner = reward.reward if isinstance(reward, Judge) else reward
+    if isinstance(inner, rewards.TextReward):
+        values, exact, readings = judge_text(inner, images, texts)
+        return Evaluation(images, texts, values, readings, exact)
+    return Evaluation(images, texts, score_images(inner, images, texts), None, None)

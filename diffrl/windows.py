@@ -1,0 +1,150 @@
+"""Around an algorithm: which prompts and rows an optimizer step sees, and how images become rewards."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffrl.algorithms import Batch, Window
+from diffrl.guidance import dead_groups
+from diffrl.types import Cond, Params, Reward, Trajectory
+
+
+def prompts_of_iteration(seed: int, i: int, n: int, g: int) -> list[int]:
+    """Indices of iteration i's g prompts of n: a pure function of (seed, i). Epochs of floor(n/g) disjoint draws, each a
+    fresh permutation; never the same prompt twice in one iteration. g = n: all, in order.
+
+    >>> sorted(prompts_of_iteration(0, 4, 4, 2) + prompts_of_iteration(0, 5, 4, 2))
+    [0, 1, 2, 3]
+    """
+    if g == n:
+        return list(range(n))
+    epoch, place = divmod(i, n // g)
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n)
+    return [int(p) for p in order[place * g : (place + 1) * g]]
+
+
+def split_within_prompt(g: int, k: int, updates: int) -> list[Tensor]:
+    """Row indices (of b = g k, prompt-major) of each update: every prompt's samples dealt evenly, the first update that
+    gets an extra one alternating over prompts. Disjoint, and together all rows.
+
+    >>> [rows.tolist() for rows in split_within_prompt(2, 3, 2)]
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    prompt, member = torch.arange(g * k) // k, torch.arange(g * k) % k
+    return [torch.nonzero((member + prompt) % updates == u).flatten() for u in range(updates)]
+
+
+def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor) -> Window:
+    """The given rows of a batch and its credit, cond expanded to one row per sample."""
+    k = batch.rewards.shape[1]
+    tr = batch.trajectory
+    rows = rows.to(tr.x_0.device)
+    return Window(
+        trajectory=_trajectory_rows(tr, rows),
+        rewards=batch.rewards.flatten()[rows.to(batch.rewards.device)],
+        cond={name: value[(rows // k).to(value.device)] for name, value in batch.cond.items()},
+        credit={name: value[rows.to(value.device)] for name, value in credit.items()},
+    )
+
+
+def select_rows(window: Window, rows: Tensor) -> Window:
+    """Some rows of a window (a micro-batch)."""
+    return Window(
+        trajectory=_trajectory_rows(window.trajectory, rows.to(window.trajectory.x_0.device)),
+        rewards=window.rewards[rows.to(window.rewards.device)],
+        cond={name: value[rows.to(value.device)] for name, value in window.cond.items()},
+        credit={name: value[rows.to(value.device)] for name, value in window.credit.items()},
+    )
+
+
+def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
+    shared = {"t": tr.t, "t_next": tr.t_next}
+    picked: dict[str, Any] = {
+        name: None if value is None else value[rows] for name, value in tr._asdict().items() if name not in shared
+    }
+    return Trajectory(**picked, **shared)
+
+
+def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = None) -> Cond:
+    """model.encode, moved to the device of the trained tensors."""
+    device = next(iter(model.params.values())).device
+    cond = model.encode(prompts) if images is None else model.encode(prompts, images)
+    return {name: value.to(device) for name, value in cond.items()}
+
+
+class Score:
+    """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward."""
+
+    def __init__(self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str]):
+        self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
+
+    def __call__(self, latents: Tensor, rows: Tensor) -> Tensor:
+        images = self.decode(latents)
+        began = time.perf_counter()
+        values = score_images(self.reward, images, [self.prompts[int(r)] for r in rows])
+        self.seconds += time.perf_counter() - began
+        return values.to(latents.device)
+
+
+def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """The reward of every image as float " b"; an image for which it raises gets nan.
+
+    A reward that raises on the batch is asked once per image. ValueError: it raises for every image, or returns
+    anything but one number per image.
+    """
+    try:
+        return _one_number_each(reward(images, prompts), len(prompts))
+    except _WrongLength as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:
+        first = error
+    values, failed = [], 0
+    for image, prompt in zip(images, prompts, strict=True):
+        try:
+            values.append(float(_one_number_each(reward(image[None], [prompt]), 1)[0]))
+        except Exception:
+            values.append(float("nan"))
+            failed += 1
+    if failed == len(prompts):
+        raise ValueError(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
+    return torch.tensor(values)
+
+
+class _WrongLength(Exception):
+    pass
+
+
+def _one_number_each(values: Any, b: int) -> Tensor:
+    try:
+        values = torch.as_tensor(values).detach().cpu()
+    except Exception as error:
+        raise _WrongLength(
+            f"reward must return {b} numbers, got {type(values).__name__} {values!r:.80} ({error})"
+        ) from None
+    if tuple(values.shape) != (b,):
+        raise _WrongLength(f"reward must return one number per image, shape ({b},), got shape {tuple(values.shape)}")
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def reward_metrics(rewards: Tensor) -> dict[str, float]:
+    """reward/mean, reward/std (finite rewards only, about the batch mean), reward/missing, groups/dead."""
+    values = rewards.double()
+    finite = values[torch.isfinite(values)]
+    return {
+        "reward/mean": float(finite.mean()),
+        "reward/std": float(finite.std(correction=0)) if len(finite) else float("nan"),
+        "reward/missing": 1 - len(finite) / max(values.numel(), 1),
+        "groups/dead": float(dead_groups(rewards).double().mean()),
+    }
+
+
+def params_distance(a: Params, b: Params) -> float:
+    """sqrt(mean over all numbers of (a - b)^2): 0 when the behaviour policy is the live one."""
+    if a is b:
+        return 0.0
+    total = sum(float((a[name].detach().double() - b[name].detach().double()).square().sum()) for name in b)
+    return (total / max(sum(p.numel() for p in b.values()), 1)) ** 0.5
