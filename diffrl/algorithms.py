@@ -254,7 +254,7 @@ def guided_regression(
             window.credit["has_reward"] if dead == "restore" else window.credit["has_reward"] & window.credit["alive"]
         )
         trained = trained[s.rows]
-        drift = latent_mean((v.detach() - s.v_old) ** 2)
+        drift = latent_mean((v.detach() - s.v_old.detach()) ** 2)
         metrics = {
             "masked_fraction": _share(~inside, trained),
             "kl_proxy": float(kl.mean()),

@@ -1,6 +1,6 @@
 """Checkpoints: everything the next step depends on, written so that an interruption at any moment leaves a whole one.
 
-FOLDER/state-NNNNNN.safetensors holds the tensors (live params, behaviour params where they differ, optimizer, generators);
+FOLDER/state-NNNNNN-DIGEST.safetensors holds the tensors (live params, behaviour params where they differ, optimizer, generators);
 FOLDER/checkpoint.json names it, with its digest, and is renamed into place last. No pickle.
 """
 
@@ -66,10 +66,10 @@ def save_checkpoint(
     if torch.cuda.is_available():
         tensors |= {f"rng.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
 
-    name = f"state-{iteration:06d}.safetensors"
-    temporary = folder / f".{name}.tmp"
+    temporary = folder / ".state.safetensors.tmp"
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, temporary)
     digest = _sync_and_digest(temporary)
+    name = f"state-{iteration:06d}-{digest[:12]}.safetensors"  # never over the file that the pointer still names
     os.replace(temporary, folder / name)
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
@@ -111,10 +111,13 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
         record = json.loads(pointer.read_text())
         known = record["format"] == FORMAT
         state, digest = Path(folder) / record["state"], record["sha256"]
+        absent = [name for name in ("optimizer", "rng", "iteration", "settings") if name not in record]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{pointer} is not a diffrl checkpoint ({type(error).__name__}: {error})") from None
     if not known:
         raise ValueError(f"{pointer} has format {record['format']!r}, this version reads {FORMAT!r}")
+    if absent:
+        raise ValueError(f"{pointer} is not a diffrl checkpoint (it lacks {', '.join(absent)})")
     if not state.is_file():
         raise ValueError(f"{pointer} names {state.name}, which is missing")
     if _sync_and_digest(state) != digest:

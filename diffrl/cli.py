@@ -175,10 +175,13 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         else:
             settings = _settings(options)
             what = f"{settings.iterations} iterations of {settings.prompts_per_iteration} prompts x {settings.group_size} samples"
-            print(f"{settings.algorithm} on {settings.task}, reward {settings.reward}: {what} -> {folder}", flush=True)
-            rows = run(
-                folder, settings, overwrite=options.overwrite, progress=progress, pictures=not options.no_pictures
-            )
+            title = f"{settings.algorithm} on {settings.task}, reward {settings.reward}: {what} -> {folder}"
+
+            def titled(**numbers: Any) -> Any:  # once everything has been accepted
+                print(title, flush=True)
+                return None if progress is None else progress(**numbers)
+
+            rows = run(folder, settings, overwrite=options.overwrite, progress=titled, pictures=not options.no_pictures)
     except Interrupted as stop:
         print(f"\n{stop}", file=sys.stderr)
         return 130

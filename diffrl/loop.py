@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffrl.algorithms import Algorithm, Batch, Window
+from diffrl.algorithms import Algorithm, Batch, Window, live
 from diffrl.checkpoints import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
 from diffrl.checks import require_count, require_number
 from diffrl.guidance import dead_groups
@@ -107,11 +107,11 @@ def train(
         raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
-    plan = Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt)
+    plan = _Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt)
     return _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration)
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """What every iteration of one `train` call shares."""
 
     prompts: Sequence[str]
@@ -146,6 +146,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             warned = True
             warnings.warn(f"{metrics['groups/dead']:.0%} of groups have no spread at iteration {i}", stacklevel=2)
         collected = time.perf_counter()
+        rolled_out = behaviour if algorithm.behaviour is live else _kept_apart(behaviour, model.params)
         windows = plan.split(plan.g, plan.k, algorithm.updates)
         updates = [  # 3. optimizer steps on disjoint windows of every group
             update(
@@ -153,7 +154,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             )
             for rows in windows
         ]
-        behaviour = algorithm.behaviour(behaviour, model.params, (i + 1) * len(windows))  # 4. who rolls out next
+        behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
         seconds = {
             "seconds/rollout": collected - began - score.seconds,
             "seconds/reward": score.seconds,
@@ -197,6 +198,14 @@ def update(
     return {**totals, "grad_norm": float(norm)}
 
 
+def _kept_apart(behaviour: Params, params: Params) -> Params:
+    """The behaviour params, copied where they are the live ones: updates change those in place, and an average of what
+    rolled out and the new params would be one of the new params with themselves."""
+    if any(behaviour[name] is not p for name, p in params.items()):
+        return behaviour
+    return {name: p.detach().clone() for name, p in params.items()}
+
+
 def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps under the plain names, and each step's own as NAME/update_U."""
     means = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
@@ -230,7 +239,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
         )
 
 
-def _check_batch(batch: Batch, credit: Mapping[str, Tensor], plan: Plan) -> None:
+def _check_batch(batch: Batch, credit: Mapping[str, Tensor], plan: _Plan) -> None:
     g, k, b = plan.g, plan.k, plan.g * plan.k
     if tuple(batch.rewards.shape) != (g, k) or batch.trajectory.x_0.shape[0] != b:
         raise ValueError(
@@ -350,7 +359,8 @@ def _replay(model: Any, window: Window, tolerance: float) -> Check:
 
 
 def _gradients(model: Any, algorithm: Algorithm, window: Window) -> Check:
-    for p in model.params.values():
+    tensors = [*model.params.values(), *([] if model.module is None else model.module.parameters())]
+    for p in tensors:
         p.grad = None
     with torch.enable_grad():
         loss, keep, _ = algorithm.objective(model.velocity, model.params, window)
@@ -362,7 +372,8 @@ def _gradients(model: Any, algorithm: Algorithm, window: Window) -> Check:
     detail = f"{len(reached)} of {len(model.params)} trained tensors, {len(stray)} others {stray[:3] or ''}".rstrip()
     if not bool(keep.any()):
         return Check("gradients reach the adapter", None, "every state was dropped: no group is alive")
-    return Check("gradients reach the adapter", 2 * len(reached) >= len(model.params) and not stray, detail)
+    # In a fresh LoRA half of the tensors have gradient 0 (the other factor is 0), and a last block may not use them all.
+    return Check("gradients reach the adapter", 4 * len(reached) >= len(model.params) and not stray, detail)
 
 
 def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterations: int) -> Check:

@@ -1,13 +1,11 @@
 """A diffusers pipeline turned into a handful of plain functions: `from_pipeline(pipe, ...) -> Model`.
 
-A family of pipelines is one row of `FAMILIES`, a NamedTuple of small functions looked up by `type(pipe).__name__`. All
-predict v = eps - x_0. Packing, templates and VAE arithmetic are the pipeline's own methods, called, never rewritten.
+A family of pipelines is one row of `families.FAMILIES`. All predict v = eps - x_0.
 diffusers and peft are imported inside the functions that need them.
 """
 
 import contextlib
 import hashlib
-import inspect
 import io
 import itertools
 import math
@@ -22,7 +20,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from diffrl.checks import require_count, require_number, require_same_keys, time_rows
-from diffrl.sampling import classifier_free, time_grid
+from diffrl.families import FAMILIES, Family, Size, checked_length, checked_size
+from diffrl.sampling import time_grid
 from diffrl.types import Cond, Params, Velocity
 
 
@@ -53,118 +52,6 @@ class Model(NamedTuple):
     export: Callable[..., Path] | None = None
     rebind: "Callable[[nn.Module], Model] | None" = None
 
-
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
-
-class Size(NamedTuple):
-    """In pixels; frames is None for an image."""
-
-    height: int
-    width: int
-    frames: int | None = None
-
-
-class Family(NamedTuple):
-    """One class of pipelines. Every function is given the pipeline, for its configs and methods.
-
-    latent_shape: (pipe, Size) -> one sample's latent shape; ValueError for a size it cannot cut exactly.
-    encode: (pipe, prompt, max_sequence_length) -> cond entries with leading axis 1, keyed by the network's own argument
-        names, of one trailing shape for all prompts.
-    predict: (network, pipe, Size, x, timestep " b", cond) -> v; `network` takes the transformer's keyword arguments.
-    decode: (pipe, Size, latents " 1 *d") -> numpy pixels in [0, 1], (1, h, w, 3) or (1, f, h, w, 3).
-    tokens: (pipe, latent shape) -> sequence length, from which schedulers with dynamic shifting take their shift.
-    timestep_scale: the network reads timestep_scale * t.
-    guidance: default scale. guide: (velocity, *, scale) -> velocity, for classifier-free families; None: there is none.
-    twins: the cond entries that have an `uncond.` twin when guided. encode_negative: `encode` for the negative prompt,
-        where it differs. guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the
-        network reads none.
-    encode_image: (pipe, image, Size) -> further cond entries, for families that start from an image.
-    targets: name endings of the layers LoRA adapts, where the module has them. longest: most text tokens accepted.
-    """
-
-    latent_shape: Callable[[Any, Size], tuple[int, ...]]
-    encode: Callable[[Any, str, int], dict[str, Tensor]]
-    predict: Callable[..., Tensor]
-    decode: Callable[[Any, Size, Tensor], Any]
-    tokens: Callable[[Any, tuple[int, ...]], int]
-    timestep_scale: float
-    guidance: float
-    guide: Callable[..., Velocity] | None = classifier_free
-    twins: tuple[str, ...] = ("encoder_hidden_states",)
-    encode_negative: Callable[[Any, str, int], dict[str, Tensor]] | None = None
-    guidance_unit: Callable[[Any], float] = lambda pipe: 0.0
-    encode_image: Callable[[Any, Any, Size], dict[str, Tensor]] | None = None
-    video: bool = False
-    targets: tuple[str, ...] = ATTENTION
-    longest: int | None = None
-
-
-def _require_multiple(factor: int, **lengths: int) -> None:
-    """Pipelines round such sizes silently, to an image of another size."""
-    for name, value in lengths.items():
-        if value % factor:
-            raise ValueError(f"{name} must be a multiple of {factor}, got {value}")
-
-
-# Stable Diffusion 3, 3.5
-
-
-def _sd3_shape(pipe: Any, size: Size) -> tuple[int, ...]:
-    config, factor = pipe.transformer.config, pipe.vae_scale_factor
-    _require_multiple(factor * config.patch_size, height=size.height, width=size.width)
-    longest = factor * config.patch_size * config.pos_embed_max_size
-    if max(size.height, size.width) > longest:
-        raise ValueError(f"height {size.height}, width {size.width}: this transformer has positions up to {longest}")
-    return (config.in_channels, size.height // factor, size.width // factor)
-
-
-def _sd3_encode(pipe: Any, prompt: str, length: int) -> dict[str, Tensor]:
-    embeds, _, pooled, _ = pipe.encode_prompt(
-        prompt=[prompt],
-        prompt_2=None,
-        prompt_3=None,
-        device=pipe.text_encoder.device,
-        do_classifier_free_guidance=False,
-        max_sequence_length=length,
-    )
-    return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
-
-
-def _sd3_predict(network: Callable, pipe: Any, size: Size, x: Tensor, timestep: Tensor, cond: Cond) -> Tensor:
-    return network(
-        hidden_states=x,
-        timestep=timestep,
-        encoder_hidden_states=cond["encoder_hidden_states"],
-        pooled_projections=cond["pooled_projections"],
-        return_dict=False,
-    )[0]
-
-
-def _sd3_decode(pipe: Any, size: Size, latents: Tensor) -> Any:
-    config = pipe.vae.config
-    images = pipe.vae.decode(latents / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
-    return pipe.image_processor.postprocess(images, output_type="np")
-
-
-def _sd3_tokens(pipe: Any, shape: tuple[int, ...]) -> int:
-    patch = pipe.transformer.config.patch_size
-    return (shape[1] // patch) * (shape[2] // patch)
-
-
-FAMILIES: dict[str, Family] = {
-    "StableDiffusion3Pipeline": Family(
-        latent_shape=_sd3_shape,
-        encode=_sd3_encode,
-        predict=_sd3_predict,
-        decode=_sd3_decode,
-        tokens=_sd3_tokens,
-        timestep_scale=1000.0,
-        guidance=4.5,
-        twins=("encoder_hidden_states", "pooled_projections"),
-        longest=512,
-    ),
-}
 
 # the public function
 
@@ -223,7 +110,7 @@ def from_pipeline(
     family = FAMILIES.get(type(pipe).__name__)
     if family is None:
         raise ValueError(f"{type(pipe).__name__} is not supported; supported pipelines: {sorted(FAMILIES)}")
-    size = _checked_size(family, height, width, frames)
+    size = checked_size(family, height, width, frames)
     shape = family.latent_shape(pipe, size)
     scale = family.guidance if guidance_scale is None else guidance_scale
     scale = require_number("guidance_scale", scale, low=0.0 if family.guide is None else 1.0)
@@ -232,7 +119,7 @@ def from_pipeline(
     if shift is None:
         shift = _scheduler_shift(pipe, family.tokens(pipe, shape))
     shift = require_number("shift", shift, low=0.0, open_low=True)
-    length = _checked_length(pipe, family, max_sequence_length)
+    length = checked_length(pipe, family, max_sequence_length)
     if gradient_checkpointing and not getattr(pipe.transformer, "_supports_gradient_checkpointing", False):
         raise ValueError(f"{type(pipe.transformer).__name__} does not support gradient checkpointing")
     with _quiet():
@@ -291,10 +178,9 @@ def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
     def swapped(values: Params, **inputs: Any) -> Any:
         return torch.func.functional_call(module, dict(values), (), inputs)
 
-    def once(params: Params, x_t: Tensor, t: Any, cond: Cond) -> Tensor:
+    def once(params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         # float32 up to the network, which casts its sinusoids itself: in bf16 neighbouring times would coincide
-        like = torch.empty(len(x_t), device=module.device, dtype=torch.float32)
-        timestep = family.timestep_scale * time_rows("t", t, like)
+        timestep = family.timestep_scale * t
         x = x_t.to(module.device, module.dtype)
         cond = {name: value.to(module.device) for name, value in cond.items()}
         predict = partial(family.predict, pipe=setup.pipe, size=setup.size, x=x, timestep=timestep, cond=cond)
@@ -320,9 +206,10 @@ def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
                 raise ValueError(f"cond[{name!r}] must have leading axis {len(x_t)}, got {tuple(value.shape)}")
         if module.training:  # somebody's habitual .train(): dropout would make rollout and training two policies
             module.eval()
-        return guided(
-            params, x_t, t, cond if setup.guided else {k: cond[k] for k in cond if not k.startswith("uncond.")}
-        )
+        if not setup.guided:  # twins of a guided model's cond mean nothing to this one
+            cond = {name: value for name, value in cond.items() if not name.startswith("uncond.")}
+        t = time_rows("t", t, torch.empty(len(x_t), device=module.device, dtype=torch.float32))
+        return guided(params, x_t, t, cond)
 
     return velocity
 
@@ -416,7 +303,7 @@ def _decode(setup: _Setup, latents: Float[Tensor, "..."]) -> UInt8[Tensor, " b *
 def _latent_shape(setup: _Setup, *, height: int | None = None, width: int | None = None, frames: int | None = None):
     """One sample's latent shape at a size in pixels; what is None is the model's own. ValueError as `from_pipeline`."""
     asked = (height, width, frames)
-    size = _checked_size(setup.family, *(own if n is None else n for n, own in zip(asked, setup.size)))
+    size = checked_size(setup.family, *(own if n is None else n for n, own in zip(asked, setup.size)))
     return setup.family.latent_shape(setup.pipe, size)
 
 
@@ -491,24 +378,6 @@ class _Saver(nn.Module):
 
 
 # checks, then preparation
-
-
-def _checked_size(family: Family, height: Any, width: Any, frames: Any) -> Size:
-    if family.video != (frames is not None):
-        raise ValueError(
-            f"frames must be {'given for a video' if family.video else 'None for an image'}, got {frames!r}"
-        )
-    frames = None if frames is None else require_count("frames", frames)
-    return Size(require_count("height", height), require_count("width", width), frames)
-
-
-def _checked_length(pipe: Any, family: Family, length: int | None) -> int:
-    if length is None:
-        length = inspect.signature(type(pipe).__call__).parameters["max_sequence_length"].default
-    length = require_count("max_sequence_length", length)
-    if family.longest is not None and length > family.longest:
-        raise ValueError(f"max_sequence_length must be at most {family.longest} for this pipeline, got {length}")
-    return length
 
 
 def _checked_lora(module: Any, family: Family, lora: Mapping[str, Any] | str | None) -> tuple[str | None, Any]:

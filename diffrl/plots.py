@@ -36,6 +36,11 @@ def _style(axis: Any, title: str, xlabel: str) -> None:
     axis.tick_params(labelsize=8)
 
 
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, frameon=False)
+
+
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """(iteration, value) of the rows that have a number under `name`."""
     kept = [(r["iteration"], r[name]) for r in rows if isinstance(r.get(name), int | float) and r[name] == r[name]]
@@ -60,7 +65,7 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     if any("groups/dead" in row for row in rows):
         x, dead = _series(rows, "groups/dead")
         middle.plot(x, [1 - d for d in dead], color=GREY, linewidth=1, linestyle=":", label="share of live groups")
-    middle.legend(fontsize=8, frameon=False)
+    _legend(middle)
     _style(right, "trust region, last update", "iteration")
     last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
     right.plot(*_series(rows, f"masked_fraction/update_{last}"), color=ORANGE, linewidth=1.5, label="masked fraction")
@@ -96,7 +101,7 @@ def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                 markersize=4,
                 label=f"{name} (held-out seeds)",
             )
-    axis.legend(fontsize=8, frameon=False)
+    _legend(axis)
 
 
 def save_before_after(

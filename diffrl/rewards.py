@@ -1,10 +1,12 @@
 """Real rewards behind one callable: (images, prompts) -> float32 " b" on the CPU.
 
-Images are UInt8 " b h w 3" (a video reward also takes " b f h w 3"), prompts a sequence of b strings. Row i scores image i against prompt i
-and nothing else: permuting rows permutes the values, and scoring a part gives that part of the whole, bit for bit. NaN: no score.
+Images are UInt8 " b h w 3" (a video reward also takes " b f h w 3"), prompts a sequence of b strings. Row i scores
+image i against prompt i and nothing else: permuting rows permutes the values, and scoring a part gives that part of
+the whole, bit for bit. NaN: no score.
 
-A malformed call (lengths differ, wrong dtype or rank) raises one `ValueError`; a malformed image is a NaN in its row. There is no gradient,
-no state that survives a call and, once a factory has returned, no network. Each factory imports what it needs inside itself.
+A malformed call (lengths differ, wrong dtype or rank) raises one `ValueError`; a malformed image is a NaN in its row.
+There is no gradient, no state that survives a call and, once a factory has returned, no network. Each factory imports
+what it needs inside itself.
 """
 
 import io
@@ -50,7 +52,8 @@ def _plain(text: str) -> str:
 
 
 def text_similarity(reading: str | None, target: str | None) -> float:
-    """1 - min(d, n)/n with d the edit distance, n the target's length; 1 if the target occurs anywhere in what was read.
+    """1 - min(d, n)/n with d the edit distance, n the target's length; 1 if the target occurs anywhere in what was
+    read.
 
     Both are lower-cased and lose their white space first (the OCR reward of Flow-GRPO, Liu et al. 2025).
 
@@ -78,7 +81,8 @@ def exact_match(
     *,
     target: Callable[[str], str | None] = quoted,
 ) -> Tensor:
-    """1 where what was read is the target and nothing else (without case and white space), else 0: stricter than the reward.
+    """1 where what was read is the target and nothing else (without case and white space), else 0: stricter than the
+    reward.
 
     Args:
         readings: b strings, or None where reading failed.
@@ -117,13 +121,17 @@ def _check(name: str, images: Tensor, prompts: Sequence[str] | None, *, ranks: t
 
 
 class TextReward(NamedTuple):
-    """The reward `text_similarity(reading, target(prompt))`; `read` gives what the engine reads, for logs and pictures."""
+    """The reward `text_similarity(reading, target(prompt))`; `read` gives what the engine reads, for logs and
+    pictures.
+    """
 
     target: Callable[[str], str | None]
     engine: Engine
 
     def read(self, images: Tensor) -> list[str | None]:
-        """What the engine reads in each of the images, UInt8 " b h w 3"; None where it raised an exception or there are no pixels."""
+        """What the engine reads in each of the images, UInt8 " b h w 3"; None where it raised an exception or there
+        are no pixels.
+        """
         _check("ocr", images, None, ranks=(4,))
         pictures = images.detach().cpu().numpy()
         if pictures.size == 0:
@@ -158,8 +166,8 @@ class TextReward(NamedTuple):
 def rapid_ocr(*, threads: int = 2, batch: int = 8) -> Engine:
     """RapidOCR's recogniser (PP-OCR) on its own: no search for text in the picture, the whole picture is one line.
 
-    A picture is scaled to 48 pixels in height, small ones up and large ones down, and padded on the right to at least 64 in width. (The
-    library's default pads to 320, which costs several times as much.)
+    A picture is scaled to 48 pixels in height, small ones up and large ones down, and padded on the right to at least
+    64 in width. (The library's default pads to 320, which costs several times as much.)
 
     Args:
         threads: onnxruntime's threads, >= 1; more than there are cores means all cores.
@@ -185,7 +193,8 @@ def rapid_ocr(*, threads: int = 2, batch: int = 8) -> Engine:
             "Rec.rec_batch_num": batch,
         }
     )
-    # Calling the library itself reads one picture at a time; its recogniser takes a batch, and is loaded when first asked for.
+    # Calling the library itself reads one picture at a time; its recogniser takes a batch, and is loaded when first
+    # asked for.
     recogniser = library._load_rec_model()
 
     def read(pictures: np.ndarray) -> list[str]:
@@ -224,7 +233,8 @@ def ocr(*, target: Callable[[str], str | None] = quoted, engine: Engine | None =
 def tesseract_ocr(*, psm: int = 7, target: Callable[[str], str | None] = quoted) -> TextReward:
     """As `ocr`, read by Tesseract (English), which must be installed together with the package `tesserocr`.
 
-    A picture less than 64 pixels high is enlarged by a whole number, and each gets a margin of 10 pixels that repeats its edge.
+    A picture less than 64 pixels high is enlarged by a whole number, and each gets a margin of 10 pixels that repeats
+    its edge.
 
     Args:
         psm: Tesseract's page segmentation mode, 0 ... 13; 7: the picture is one line of text.
@@ -288,7 +298,8 @@ def _jpeg_kilobytes(name: str, quality: int, sign: float) -> Callable[[Tensor, S
 
 
 def jpeg_compressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[str]], Tensor]:
-    """Minus the size of the picture as a JPEG, in kilobytes of 1000 bytes (Black et al. 2024, DDPO); a video: the mean over its frames.
+    """Minus the size of the picture as a JPEG, in kilobytes of 1000 bytes (Black et al. 2024, DDPO); a video: the mean
+    over its frames.
 
     Args:
         quality: Pillow's JPEG quality, 1 ... 100.
@@ -304,5 +315,7 @@ def jpeg_compressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[str
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[str]], Tensor]:
-    """Plus the size of the picture as a JPEG, in kilobytes: `jpeg_compressibility` with the other sign, otherwise the same."""
+    """Plus the size of the picture as a JPEG, in kilobytes: `jpeg_compressibility` with the other sign, otherwise
+    the same.
+    """
     return _jpeg_kilobytes("jpeg_incompressibility", quality, 1.0)

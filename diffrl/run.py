@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from diffrl.algorithms import live
 from diffrl.checks import require_count
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
@@ -212,7 +213,8 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base
         held["behaviour"] = now = bench.algorithm.behaviour(old, new, i)
         return now
 
-    algorithm = bench.algorithm._replace(behaviour=remembered)
+    # `live` is left as it is: the loop spares it a copy of the params.
+    algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
     training = train(
         bench.model, algorithm, bench.prompts, bench.reward, optimizer, start=start, behaviour=behaviour, **settings
     )
@@ -233,8 +235,9 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base
                 row |= _eval_metrics(bench, s, i + 1)
                 row["seconds/evaluation"] = time.perf_counter() - began
             latest = row.get("eval/exact_match", latest)
-            rows.append(row)
-            file.write(_json_line(row))
+            line = _json_line(row)
+            rows.append(json.loads(line))  # as a resumed run would read it
+            file.write(line)
             file.flush()
             if last or noted or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])

@@ -76,7 +76,7 @@ def time_grid(steps: int, *, shift: float = 1.0, dtype: torch.dtype | None = Non
     steps = require_count("steps", steps)
     shift = require_number("shift", shift, low=0, open_low=True)
     u = 1 - torch.arange(steps + 1, dtype=torch.float64) / steps
-    t = shift * u / (1 + (shift - 1) * u)
+    t = shift * u / (shift * u + (1 - u))  # the same, and exactly 1 at u = 1
     t = t.to(torch.promote_types(dtype or torch.get_default_dtype(), torch.float32))
     if not bool((t.diff() < 0).all()):
         raise ValueError(f"steps={steps} with shift={shift} gives times that coincide in {t.dtype}")
@@ -222,6 +222,8 @@ def seeded_noise(seeds: Int[Tensor, " b"], shape: Sequence[int], *, stream: int 
     if not isinstance(seeds, Tensor) or seeds.ndim != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool:
         raise ValueError(f"seeds must be a (b,) integer tensor, got {shapes(seeds=seeds)}")
     stream = require_count("stream", stream, low=0)
+    if not isinstance(shape, Sequence):
+        raise ValueError(f"shape must be one sample's shape, a sequence of integers, got {shape!r}")
     size = tuple(require_count("shape", n, low=0) for n in shape)
     keys = [int(s) % 2**64 for s in seeds.tolist()]
     draws = [
@@ -263,8 +265,10 @@ def rollout(
     """Walk `times` from noise to data, x_next = mean + std * noise with (mean, std) = step(x_t, v, t, t_next).
 
     The state at times[0] is `noise`, or stream 0 of `seeds` with one sample's `shape`; step i draws stream i + 1 of the
-    seeds (with both, the noise starts and the seeds drive the steps). step: one kernel or one per step. keep: sorted step indices to store, None = all; memory is linear in kept
-    steps only. cond: tensors with leading axis b. Nothing here carries gradient. What is stored is what is scored.
+    seeds (with both, the noise starts and the seeds drive the steps). A start drawn from seeds has the times' dtype, one
+    given as noise its own, both at least float32. step: one kernel or one per step. keep: sorted step indices to store,
+    None = all; memory is linear in kept steps only. cond: tensors with leading axis b. Nothing here carries gradient.
+    What is stored is what is scored.
 
     ValueError: times not strictly decreasing inside [0, 1]; neither noise nor seeds; seeds without shape; a
     stochastic kernel without seeds; a wrong number of kernels; keep unsorted, repeated or out of range; a cond tensor
@@ -277,7 +281,7 @@ def rollout(
     if noise is None:
         if seeds is None or shape is None:
             raise ValueError(f"give noise=, or seeds= with one sample's shape=: {shapes(seeds=seeds, shape=shape)}")
-        noise = seeded_noise(seeds, shape)
+        noise = seeded_noise(seeds, shape).to(torch.promote_types(times.dtype, torch.float32))
     elif shape is not None and tuple(shape) != tuple(noise.shape[1:]):
         raise ValueError(f"shape {tuple(shape)} is not one sample's of {shapes(noise=noise)}")
     b = require_batch(noise=noise)

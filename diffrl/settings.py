@@ -195,6 +195,8 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
     if s.task == "digits":
         from diffrl.tasks import digits
 
+        if s.model is not None and not (Path(s.model) / "model_index.json").is_file():
+            raise ValueError(f"--model {s.model!r} has no model_index.json: not a saved pipeline")
         return digits.load_pipeline(s.model), prompts or digits.prompts(), {**digits.pipeline_options(), **given}
     from diffusers import DiffusionPipeline
 

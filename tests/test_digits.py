@@ -229,6 +229,19 @@ def test_the_loss_is_zero_for_the_true_velocity():
     assert pretrain.flow_matching_loss(pipe, x_0, rows, noise, t) > 1
 
 
+def test_mislabelling_replaces_the_stated_share_of_digits():
+    numbers = torch.arange(100).repeat(400)
+    generator = torch.Generator().manual_seed(0)
+    asked = pretrain.mislabel(numbers, share=0.3, generator=generator)
+    assert asked.min() >= 0
+    assert asked.max() <= 99
+    # 40,000 draws: five standard deviations are 0.0125.
+    assert (asked == numbers).float().mean() == pytest.approx((1 - 0.9 * 0.3) ** 2, abs=0.0125)
+    assert (asked // 10 == numbers // 10).float().mean() == pytest.approx(1 - 0.9 * 0.3, abs=0.0125)
+    assert torch.equal(pretrain.mislabel(numbers, share=0.0, generator=generator), numbers)
+    assert (pretrain.mislabel(numbers, share=1.0, generator=generator) == numbers).float().mean() < 0.02
+
+
 def test_pretraining_is_a_function_of_its_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrain, "VAE_STEPS", 2)
     monkeypatch.setattr(pretrain, "VAE_BATCH", 4)

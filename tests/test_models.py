@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from diffrl import models
@@ -24,7 +25,6 @@ from diffrl.sampling import (
     time_grid,
     transition_log_prob,
 )
-from tests import tiny
 
 SIZE = {"height": 24, "width": 16}
 LORA = {"r": 4, "lora_alpha": 16}
@@ -178,6 +178,7 @@ def test_default_sequence_length_is_the_pipelines_own():
     cond = model.encode(["a cat"])
     assert cond["encoder_hidden_states"].shape == (1, tiny.CLIP_LENGTH + 256, 32)
     assert pipe.transformer.peft_config["default"].r == 32
+    assert pipe.transformer.peft_config["default"].init_lora_weights == "gaussian"
     assert pipe.transformer.peft_config["default"].lora_alpha == 64
 
 
@@ -213,6 +214,17 @@ def test_times_are_the_schedulers(scheduler, size):
 def test_published_grid_and_given_shift():
     assert torch.allclose(made()[1].times(4), torch.tensor([1, 0.9, 0.75, 0.5, 0]))
     assert torch.allclose(made(shift=1.0)[1].times(4), torch.tensor([1, 0.75, 0.5, 0.25, 0]))
+    pipe = tiny.sd3(shift=2.0)
+    assert torch.allclose(made(pipe=pipe, fill=False)[1].times(2), torch.tensor([1, 2 / 3, 0]))
+    pipe.scheduler.set_shift(4.0)
+    assert torch.allclose(made(pipe=pipe, lora="default")[1].times(2), torch.tensor([1, 0.8, 0]))
+    from diffusers import DDIMScheduler, UniPCMultistepScheduler
+
+    pipe.scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, flow_shift=5.0)  # Wan's, Sana's name for it
+    assert torch.allclose(made(pipe=pipe, lora="default")[1].times(2), torch.tensor([1, 5 / 6, 0]))
+    pipe.scheduler = DDIMScheduler()
+    with pytest.raises(ValueError, match="DDIMScheduler has no flow shift"):
+        made(pipe=pipe, lora="default")
     a, b = (made(pipe=tiny.sd3(scheduler=DYNAMIC), height=h, width=32)[1] for h in (16, 64))
     assert not torch.allclose(a.times(4), b.times(4))
     with pytest.raises(ValueError, match="steps"):
@@ -447,6 +459,9 @@ def test_each_distinct_prompt_is_encoded_once_and_kept_by_content():
     again = model.encode([PROMPTS[1], PROMPTS[0]])
     assert len(seen) == 3
     assert all(x.any() for x in again.values())
+    for x in model.encode(PROMPTS[:1]).values():
+        x.zero_()
+    assert all(x.any() for x in model.encode(PROMPTS[:1]).values())
     pipe.text_encoder = pipe.text_encoder_2 = pipe.text_encoder_3 = None
     third = model.encode(PROMPTS[:2])
     assert all(torch.equal(third[k], again[k].flip(0)) for k in third)
@@ -520,6 +535,8 @@ def test_latents_that_are_not_finite_are_black_and_harm_nobody():
         assert not out[1].any()
         assert torch.equal(out[::2], whole[::2])
     assert whole[1].any()
+    pipe.vae.decode = lambda z, return_dict: (torch.ones(1, 3, 24, 16),)  # a decoder that does not notice
+    assert model.decode(broken).float().mean((1, 2, 3)).tolist() == [255, 0, 255]
     pipe.vae.decode = lambda z, return_dict: (torch.full((1, 3, 24, 16), float("nan")),)
     assert not model.decode(latents).any()
     assert model.decode(latents[:0]).shape == (0, 24, 16, 3)
@@ -582,7 +599,9 @@ def test_without_metadata_alpha_is_lost(tmp_path):
     assert not close(outputs(fresh, x, t, cond), model.velocity(model.params, x, t, cond), 1e-2)
 
 
-@pytest.mark.parametrize("options", [{"use_rslora": True}, {"rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_k": 3}}])
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"to_q": 2}, "alpha_pattern": {"to_k": 3}}]
+)
 def test_export_keeps_other_scalings(tmp_path, options):
     _, model = made(guidance_scale=1.0, lora={**LORA, **options})
     cond, (x, t) = model.encode(PROMPTS), point(model)
@@ -722,6 +741,8 @@ def test_full_fine_tuning(tmp_path):
     assert all(g.isfinite().all() for g in gradients(model, cond, x, t).values())
     old, before = {k: p.detach() * 1.1 for k, p in model.params.items()}, state(model.module)
     assert not close(model.velocity(old, x, t, cond), model.velocity(model.params, x, t, cond), 1e-3)
+    double = {k: v.double() for k, v in old.items()}  # an average kept in another dtype is used in the module's
+    assert close(model.velocity(double, x, t, cond), model.velocity(old, x, t, cond))
     for folder, params in (("live", None), ("old", old)):
         assert model.export(tmp_path / folder, params) == tmp_path / folder
         saved = SD3Transformer2DModel.from_pretrained(tmp_path / folder / "transformer")

@@ -1,10 +1,12 @@
 """The digits task: a tiny Stable Diffusion 3 pipeline that is asked for a two-digit number and half the time draws it.
 
-Everything is small enough for two CPU cores and nothing is a mock-up: the pipeline is a `StableDiffusion3Pipeline` with a transformer,
-two CLIP text encoders and a VAE, and the reward is an OCR engine that reads the picture (`diffrl.rewards.ocr`).
+Everything is small enough for two CPU cores and nothing is a mock-up: the pipeline is a `StableDiffusion3Pipeline`
+with a transformer, two CLIP text encoders and a VAE, and the reward is an OCR engine that reads the picture
+(`diffrl.rewards.ocr`).
 
-A picture has HEIGHT x WIDTH pixels, black digits on white. The VAE halves it twice and the transformer takes 2 x 2 patches: 12 image
-tokens. The proportions are those of the OCR engine's input (48 x 64), so a picture is enlarged exactly twofold before it is read.
+A picture has HEIGHT x WIDTH pixels, black digits on white. The VAE halves it twice and the transformer takes 2 x 2
+patches: 12 image tokens. The proportions are those of the OCR engine's input (48 x 64), so a picture is enlarged
+exactly twofold before it is read.
 """
 
 import logging
@@ -23,7 +25,9 @@ HEIGHT = 24
 WIDTH = 32
 """Pixels per row of a picture."""
 MAX_SEQUENCE_LENGTH = 1
-"""Length of the zeros that stand in for the absent T5 encoder: every text token costs compute, so as few as there can be."""
+"""Length of the zeros that stand in for the absent T5 encoder: every text token costs compute, so as few as there
+can be.
+"""
 STEPS = 8
 """Sampling steps: Euler, on the plain time grid with the shift of the pipeline's scheduler."""
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "cmss10")
@@ -87,8 +91,8 @@ def render(text: str, *, font: str = FONTS[0], size: int = SIZES[-1], offset: tu
     x = (WIDTH - (right - left)) // 2 + across
     if y < 0 or x < 0 or y + bottom - top > HEIGHT or x + right - left > WIDTH:
         raise ValueError(
-            f"text={text!r} in font={font!r}, size={size}, offset={offset} has a box of {bottom - top} x {right - left} pixels"
-            f" at row {y}, column {x}: outside the picture of {HEIGHT} x {WIDTH}"
+            f"text={text!r} in font={font!r}, size={size}, offset={offset} has a box of {bottom - top} x {right - left}
+            pixels" f" at row {y}, column {x}: outside the picture of {HEIGHT} x {WIDTH}"
         )
     image = Image.new("L", (WIDTH, HEIGHT), 255)
     ImageDraw.Draw(image).text((x - left, y - top), text, font=face, fill=0)
@@ -166,12 +170,15 @@ def load_pipeline(path: str | Path | None = None):
 
 
 def pipeline_options() -> dict:
-    """Keyword arguments of `diffrl.models.from_pipeline` that fit this pipeline: its size, no guidance, no T5 tokens to speak of."""
+    """Keyword arguments of `diffrl.models.from_pipeline` that fit this pipeline: its size, no guidance, no T5
+    tokens to speak of.
+    """
     return {"height": HEIGHT, "width": WIDTH, "guidance_scale": 1.0, "max_sequence_length": MAX_SEQUENCE_LENGTH}
 
 
 def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int = STEPS) -> Tensor:
-    """Pictures by the pipeline itself: Euler steps on the plain grid t_i = s u / (1 + (s - 1) u), u = 1 - i/n, s the scheduler's shift.
+    """Pictures by the pipeline itself: Euler steps on the plain grid t_i = s u / (1 + (s - 1) u), u = 1 - i/n, s the
+    scheduler's shift.
 
     Args:
         pipe: a pipeline of `load_pipeline`.
@@ -187,7 +194,8 @@ def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int =
     """
     if len(prompts) != len(seeds) or isinstance(prompts, str) or steps < 1:
         raise ValueError(
-            f"generate needs one seed per prompt and steps >= 1, got {len(prompts)} prompts, {len(seeds)} seeds, steps={steps}"
+            f"generate needs one seed per prompt and steps >= 1, got {len(prompts)} prompts, {len(seeds)} seeds,
+            steps={steps}"
         )
     channels, scale = pipe.transformer.config.in_channels, pipe.vae_scale_factor
     shape = (1, channels, HEIGHT // scale, WIDTH // scale)
@@ -210,7 +218,8 @@ def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int =
 def base_exact_match(
     pipe, read: Callable[[Tensor], Sequence[str]], *, seeds_per_prompt: int = 4, steps: int = STEPS
 ) -> float:
-    """Fraction of pictures read as exactly the number asked for, over all hundred prompts and seeds 0 ... 100 k - 1 (k per prompt).
+    """Fraction of pictures read as exactly the number asked for, over all hundred prompts and seeds 0 ... 100 k - 1 (k
+    per prompt).
 
     Args:
         pipe: a pipeline of `load_pipeline`.

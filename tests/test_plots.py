@@ -1,0 +1,200 @@
+"""Pictures are written, show what they are given, and nothing is drawn of nothing.
+
+Negative controls are the tests with `control` in their names.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffrl.plots import require_matplotlib, save_before_after, save_curve, save_grid
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def share_of(picture, colour, *, within=12):
+    """Share of pixels near a colour."""
+    return float((np.abs(picture - np.array(colour)).max(-1) <= within).mean())
+
+
+def pictures(*colours):
+    """One flat picture per colour, UInt8 " b 12 16 3"."""
+    return torch.stack([torch.tensor(c, dtype=torch.uint8).expand(12, 16, 3) for c in colours])
+
+
+RED, TEAL, YELLOW, PURPLE = (200, 30, 30), (20, 150, 150), (230, 220, 40), (120, 20, 160)
+
+
+def rows(n=6, **changed):
+    return [
+        {
+            "iteration": i,
+            "reward/mean": i / n,
+            "loss/update_1": 1.0,
+            "loss/update_2": 0.5 + i / 50,
+            "masked_fraction/update_2": 0.3,
+            "drift_rms/update_2": 0.02 * i,
+            "groups/dead": 0.1,
+            **({"eval/reward": 0.5 + i / 20, "eval/exact_match": 0.2 + i / 10, "eval/iterations": i} if i % 2 else {}),
+            **changed,
+        }
+        for i in range(n)
+    ]
+
+
+# ---- the curve
+
+
+def test_a_curve_is_written_and_returned(tmp_path):
+    path = save_curve(tmp_path / "curve.png", rows(), title="a run")
+    assert path == tmp_path / "curve.png"
+    picture = pixels(path)
+    assert picture.std() > 5
+    height, width, _ = picture.shape
+    assert width > 2 * height > 400
+    thirds = np.array_split(picture, 3, axis=1)
+    assert all(part.std() > 5 for part in thirds)  # three panels, each with something in it
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    return pixels(save_curve(tmp_path_factory.mktemp("curve") / "full.png", rows()))
+
+
+@pytest.mark.parametrize("name", ["eval/exact_match", "reward/mean", "loss/update_2", "drift_rms/update_2"])
+def test_the_curve_shows_its_numbers(tmp_path, full, name):
+    moved = [{k: (1 - v if k == name else v) for k, v in row.items()} for row in rows()]
+    assert (pixels(save_curve(tmp_path / "b.png", moved)) != full).any()
+
+
+def test_control_the_same_rows_give_the_same_picture(tmp_path, full):
+    assert (pixels(save_curve(tmp_path / "a.png", rows())) == full).all()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"iteration": 0}],
+        rows(1, **{"reward/mean": float("nan")}),
+        rows(3, **{"reward/mean": None, "eval/exact_match": None}),
+        rows(3, **{"loss/update_9": 1.0}),
+    ],
+)
+def test_rows_that_lack_something_are_drawn_without_it(tmp_path, given, recwarn):
+    assert pixels(save_curve(tmp_path / "curve.png", given)).std() > 1
+    assert not recwarn.list
+
+
+def test_a_curve_of_no_rows_is_refused_and_nothing_written(tmp_path):
+    with pytest.raises(ValueError, match="no rows"):
+        save_curve(tmp_path / "curve.png", [])
+    assert not list(tmp_path.iterdir())
+
+
+# ---- before and after
+
+
+def compared(path, before, after, **changed):
+    b = len(before)
+    options = {"titles": ["t"] * b, "captions_before": ["x"] * b, "captions_after": ["y"] * b, **changed}
+    return save_before_after(path, before, after, **options)
+
+
+def test_before_is_above_and_after_below(tmp_path):
+    path = compared(tmp_path / "p.png", pictures(RED, TEAL), pictures(YELLOW, PURPLE))
+    assert path == tmp_path / "p.png"
+    above, below = np.array_split(pixels(path), 2)
+    left, right = np.array_split(above, 2, axis=1)
+    assert share_of(left, RED) > 0.1
+    assert share_of(right, TEAL) > 0.1
+    assert share_of(below, YELLOW) > 0.05
+    assert share_of(below, PURPLE) > 0.05
+    assert share_of(above, YELLOW) == share_of(below, RED) == 0
+
+
+def test_captions_are_coloured_by_what_was_right(tmp_path):
+    white = pictures((255, 255, 255), (255, 255, 255))
+    good, bad = (47, 133, 90), (221, 107, 32)
+    path = compared(tmp_path / "p.png", white, white, good_before=[False, False], good_after=[True, True])
+    above, below = np.array_split(pixels(path), 2)
+    assert share_of(above, bad) > 0 == share_of(above, good)
+    assert share_of(below, good) > 0 == share_of(below, bad)
+    plain = pixels(compared(tmp_path / "q.png", white, white))
+    assert share_of(plain, bad) == share_of(plain, good) == 0
+
+
+@pytest.mark.parametrize("changed", ["titles", "captions_before", "captions_after"])
+def test_every_text_is_drawn(tmp_path, changed):
+    two = pictures(RED, TEAL)
+    a = pixels(compared(tmp_path / "a.png", two, two))
+    b = pixels(compared(tmp_path / "b.png", two, two, **{changed: ["m", "m"]}))
+    assert a.shape != b.shape or (a != b).any()
+
+
+def test_a_single_pair_can_be_drawn(tmp_path):
+    assert share_of(pixels(compared(tmp_path / "p.png", pictures(RED), pictures(TEAL))), TEAL) > 0.05
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        (pictures(RED)[:0], pictures(RED)[:0], {}),
+        (pictures(RED), pictures(RED, TEAL), {}),
+        (pictures(RED), pictures(RED)[:, :6], {}),
+        (pictures(RED), pictures(RED), {"titles": []}),
+        (pictures(RED), pictures(RED), {"captions_before": ["a", "b"]}),
+        (pictures(RED), pictures(RED), {"captions_after": []}),
+    ],
+)
+def test_lengths_and_shapes_that_differ_are_refused_and_nothing_written(tmp_path, before, after, changed):
+    with pytest.raises(ValueError, match=r"before \(.*\), after \(.*\), lengths"):
+        compared(tmp_path / "p.png", before, after, **changed)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- a grid
+
+
+def test_a_grid_holds_every_picture(tmp_path):
+    four = pictures(RED, TEAL, YELLOW, PURPLE)
+    picture = pixels(save_grid(tmp_path / "g.png", four, columns=3, captions=list("abcd")))
+    above, below = np.array_split(picture, 2)
+    assert all(share_of(above, colour) > 0.02 for colour in (RED, TEAL, YELLOW))
+    assert share_of(below, PURPLE) > 0.02 > share_of(below, RED)
+    assert pixels(save_grid(tmp_path / "h.png", four)).std() > 5
+
+
+@pytest.mark.parametrize(("images", "captions"), [(pictures(RED)[:0], None), (pictures(RED), ["a", "b"])])
+def test_a_grid_of_nothing_or_of_other_lengths_is_refused(tmp_path, images, captions):
+    with pytest.raises(ValueError, match=r"\d images, .* captions"):
+        save_grid(tmp_path / "g.png", images, captions=captions)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- matplotlib
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for call in (require_matplotlib, lambda: save_curve(tmp_path / "c.png", rows())):
+        with pytest.raises(ImportError, match=r"matplotlib: pip install 'diffrl\[plots\]'"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_control_with_matplotlib_nothing_is_raised():
+    require_matplotlib()
+
+
+def test_drawing_needs_no_pyplot(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    compared(tmp_path / "p.png", pictures(RED), pictures(TEAL))
+    with pytest.raises(ImportError):
+        import matplotlib.pyplot  # noqa: F401

@@ -1,0 +1,840 @@
+"""Conversions, grids, kernels, densities, seeds, rollouts, windows and wrappers of `diffrl.sampling`."""
+
+import functools
+import itertools
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import F64, affine_endpoint_std, normal, refuses, spy
+from strategies import latent_shapes, pairs_of_latents, seeds, time_pairs
+
+from diffrl.checks import require_rows
+from diffrl.sampling import (
+    chunked,
+    classifier_free,
+    cps_step,
+    dance_sde_step,
+    euler_step,
+    flow_sde_step,
+    interpolate,
+    latent_mean,
+    latent_sum,
+    mix_windows,
+    predict_noise,
+    predict_x_0,
+    rollout,
+    sample_seeds,
+    sde_window,
+    seeded_noise,
+    time_grid,
+    transition_kl,
+    transition_log_prob,
+)
+
+HALVES = (torch.bfloat16, torch.float16)
+KERNELS = {
+    "euler": euler_step,
+    "flow": flow_sde_step,
+    "dance": dance_sde_step,
+    "cps": cps_step,
+}
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.tensor([[value]], dtype=F64)
+
+
+# ---- conversions ------------------------------------------------------------------------------------------------------
+
+
+@given(pairs_of_latents(), st.data())
+def test_conversions_invert_the_path(pair, data):
+    x_0, noise = pair
+    t, _ = data.draw(time_pairs(len(x_0)))
+    x_t, v = interpolate(x_0, noise, t), noise - x_0
+    by_row = torch.stack([(1 - float(s)) * a + float(s) * e for s, a, e in zip(t, x_0, noise)])
+    torch.testing.assert_close(x_t, by_row, rtol=0, atol=1e-12)
+    torch.testing.assert_close(predict_x_0(x_t, v, t), x_0, rtol=0, atol=1e-12)
+    torch.testing.assert_close(predict_noise(x_t, v, t), noise, rtol=0, atol=1e-12)
+
+
+def test_the_path_runs_from_data_to_noise_with_velocity_noise_minus_data():
+    x_0, noise = normal(2, 3), normal(2, 3, seed=1)
+    assert torch.equal(interpolate(x_0, noise, 0.0), x_0)
+    assert torch.equal(interpolate(x_0, noise, 1.0), noise)
+    slope = (interpolate(x_0, noise, 0.5 + 1e-4) - interpolate(x_0, noise, 0.5 - 1e-4)) / 2e-4
+    torch.testing.assert_close(slope, noise - x_0, rtol=0, atol=1e-10)
+
+
+def test_a_python_time_keeps_all_its_digits_in_float64():
+    # A time that passes through float32 on its way is another time. https://github.com/X-GenGroup/Flow-Factory/pull/61
+    assert interpolate(one(0.0), one(1.0), 0.6).item() == 0.6
+    assert interpolate(one(0.0), one(1.0), torch.tensor(0.6, dtype=F64)).item() == 0.6
+    assert euler_step(one(0.0), one(-1.0), 0.3, 0.1)[0].item() == 0.3 - 0.1
+
+
+@pytest.mark.parametrize("function", [interpolate, predict_x_0, predict_noise])
+def test_conversions_refuse(function):
+    x = torch.zeros(2, 3)
+    with refuses("(2, 3)", "(2, 1)"):
+        function(x, torch.zeros(2, 1), 0.5)
+    with refuses("t must be in [0, 1]", "1.5"):
+        function(x, x, 1.5)
+    with refuses("t must be in [0, 1]", "-0.5"):
+        function(x, x, torch.tensor([0.5, -0.5]))
+    with refuses("nan"):
+        function(x, x, math.nan)
+    with refuses("(2,)", "(3,)"):
+        function(x, x, torch.full((3,), 0.5))
+    with refuses("t must be a number", "'half'"):
+        function(x, x, "half")
+    with refuses("floating point", "int64"):
+        function(x.long(), x.long(), 0.5)
+
+
+# ---- time grids -------------------------------------------------------------------------------------------------------
+
+
+def test_time_grid_golden_numbers():
+    torch.testing.assert_close(
+        time_grid(4, shift=3, dtype=F64), torch.tensor([1, 0.9, 0.75, 0.5, 0], dtype=F64), rtol=0, atol=1e-15
+    )
+
+
+@given(st.integers(1, 200), st.floats(0.2, 12.0))
+def test_time_grid_is_its_closed_form_with_the_shift_applied_once(steps, shift):
+    # The shift was applied twice to the end of the schedule. https://github.com/huggingface/diffusers/issues/13243
+    # Sigmas were shifted, time-steps were not: here there is one time. https://github.com/huggingface/diffusers/issues/14013
+    t = time_grid(steps, shift=shift, dtype=F64)
+    u = 1 - np.arange(steps + 1) / steps
+    np.testing.assert_allclose(t.numpy(), shift * u / (1 + (shift - 1) * u), rtol=0, atol=1e-15)
+    np.testing.assert_allclose((t / (shift - (shift - 1) * t)).numpy(), u, rtol=0, atol=1e-12)  # its inverse, once
+    assert t[0] == 1
+    assert t[-1] == 0
+    assert bool((t.diff() < 0).all())
+
+
+def test_time_grid_dtype_and_refusals():
+    assert time_grid(3).dtype == torch.float32
+    assert time_grid(3, dtype=torch.bfloat16).dtype == torch.float32
+    assert time_grid(3, dtype=F64).dtype == F64
+    for steps in (0, -1, 2.5, True):
+        with refuses("steps", repr(steps)):
+            time_grid(steps)
+    for shift in (0.0, -1.0, math.nan, math.inf):
+        with refuses("shift", shift):
+            time_grid(3, shift=shift)
+    with refuses("steps=10", "coincide"):
+        time_grid(10, shift=1e9)
+
+
+# ---- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(name: str, x: float, v: float, t: float, t_next: float, eta: float) -> tuple[float, float]:
+    """mean and std in Python floats, from x - D v + (sigma^2/2) score D with score = -(x + (1 - t) v)/t."""
+    delta = t - t_next
+    if name == "cps":
+        angle = eta * math.pi / 2
+        x_0, noise = x - t * v, x + (1 - t) * v
+        return (1 - t_next) * x_0 + t_next * math.cos(angle) * noise, t_next * math.sin(angle)
+    sigma = {
+        "euler": 0.0,
+        "flow": eta * math.sqrt(t / (1 - (t_next if t == 1 else t))),
+        "dance": eta,
+    }[name]
+    score = -(x + (1 - t) * v) / t
+    return x - delta * v + sigma**2 / 2 * score * delta, sigma * math.sqrt(delta)
+
+
+def with_eta(name: str, eta: float):
+    return euler_step if name == "euler" else functools.partial(KERNELS[name], eta=eta)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@given(pair=pairs_of_latents(), eta=st.floats(0.05, 1.0), data=st.data())
+def test_kernels_match_the_closed_form_for_every_rank_and_mixed_times(name, pair, eta, data):
+    x, v = pair
+    t, t_next = data.draw(time_pairs(len(x)))
+    mean, std = with_eta(name, eta)(x, v, t, t_next)
+    assert mean.shape == x.shape
+    assert std.shape == (len(x),)
+    for i in range(len(x)):
+        for a, b, c in zip(x[i].flatten().tolist(), v[i].flatten().tolist(), mean[i].flatten().tolist()):
+            expected, s = by_hand(name, a, b, float(t[i]), float(t_next[i]), eta)
+            assert c == pytest.approx(expected, rel=1e-10, abs=1e-10)
+            assert float(std[i]) == pytest.approx(s, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_one_time_may_be_a_float_a_0d_tensor_or_a_row_each(name):
+    x, v = normal(3, 2, 2), normal(3, 2, 2, seed=1)
+    times = [(0.6, 0.4), (torch.tensor(0.6, dtype=F64), torch.tensor(0.4, dtype=F64))]
+    times += [
+        (torch.full((3,), 0.6, dtype=F64), torch.full((3,), 0.4, dtype=F64)),
+        (0.6, torch.full((3,), 0.4).to(F64)),
+    ]
+    results = [KERNELS[name](x, v, *pair) for pair in times]
+    for mean, std in results[:3]:
+        assert torch.equal(mean, results[0][0])
+        assert torch.equal(std, results[0][1])
+    torch.testing.assert_close(results[3][0], results[0][0], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mean", "std", "log_prob"),
+    [
+        (flow_sde_step, 0.7530, 0.3834058, -0.0337772),
+        (dance_sde_step, 0.8820, 0.1341641, 1.0807532),
+        (cps_step, 0.5683282, 0.3804226, -0.3325281),
+    ],
+)
+def test_golden_numbers_of_one_step(kernel, mean, std, log_prob):
+    m, s = kernel(one(1.0), one(0.5), 0.6, 0.4)
+    assert float(m) == pytest.approx(mean, abs=6e-8)
+    assert float(s) == pytest.approx(std, abs=6e-8)
+    assert float(transition_log_prob(one(0.9), m, s)) == pytest.approx(log_prob, abs=6e-8)
+
+
+def test_golden_numbers_of_the_first_step():
+    m, s = flow_sde_step(one(1.0), one(0.5), 1.0, 0.9)
+    assert (float(m), float(s)) == pytest.approx((0.7050, 0.7), abs=1e-12)
+    m, s = dance_sde_step(one(1.0), one(0.5), 1.0, 0.9)
+    assert (float(m), float(s)) == pytest.approx((0.9455, 0.0948683), abs=6e-8)
+
+
+@given(st.floats(0.0, 0.99), st.floats(0.01, 2.0))
+def test_flow_sde_first_step_has_std_eta_whatever_the_grid(t_next, eta):
+    assert float(flow_sde_step(one(1.0), one(0.3), 1.0, t_next, eta=eta)[1]) == pytest.approx(eta, rel=1e-12)
+
+
+@given(pairs_of_latents(), st.data())
+def test_kernels_without_noise_are_euler(pair, data):
+    x, v = pair
+    t, t_next = data.draw(time_pairs(len(x)))
+    expected, _ = euler_step(x, v, t, t_next)
+    for name in ("flow", "dance", "cps"):
+        mean, std = KERNELS[name](x, v, t, t_next, eta=0.0)
+        torch.testing.assert_close(mean, expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(std, torch.zeros_like(t))
+
+
+TABLE = {  # exact endpoint std of Gaussian data of std .700, shift 1
+    10: (0.6121, 0.6756, 0.6214, 0.5273),
+    100: (0.6907, 0.7018, 0.6917, 0.5857),
+    4000: (0.6998, 0.7009, 0.6998, 0.5961),
+}
+
+
+@pytest.mark.parametrize("steps", TABLE)
+def test_endpoint_std_of_every_kernel(steps):
+    kernels = (euler_step, flow_sde_step, dance_sde_step, functools.partial(cps_step, eta=0.7))
+    got = [affine_endpoint_std(k, time_grid(steps, dtype=F64), 0.49) for k in kernels]
+    assert got == pytest.approx(TABLE[steps], abs=5.1e-5)
+
+
+def test_marginals_are_kept_as_the_grid_refines_by_all_but_cps():
+    def gap(step, steps):
+        return abs(affine_endpoint_std(step, time_grid(steps, dtype=F64), 0.49) - 0.7)
+
+    for step in (euler_step, dance_sde_step):  # first order: half the step, half the error
+        assert gap(step, 400) == pytest.approx(gap(step, 200) / 2, rel=0.03)
+    assert gap(flow_sde_step, 4000) < gap(flow_sde_step, 400) < 0.0025
+    assert gap(functools.partial(cps_step, eta=0.7), 4000) > 0.1
+
+
+def test_std_of_the_last_step():
+    # Is there noise in the last step? It depended on a flag of the scheduler. https://github.com/irom-princeton/dppo/issues/42
+    x, v, t = normal(2, 3), normal(2, 3, seed=1), 0.25
+    assert float(flow_sde_step(x, v, t, 0.0, eta=0.7)[1][0]) == pytest.approx(0.7 * t / math.sqrt(1 - t), rel=1e-12)
+    assert float(dance_sde_step(x, v, t, 0.0, eta=0.3)[1][0]) == pytest.approx(0.3 * math.sqrt(t), rel=1e-12)
+    assert cps_step(x, v, t, 0.0)[1].tolist() == [0, 0]
+    assert euler_step(x, v, t, 0.0)[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_refuse(name):
+    step, x = KERNELS[name], torch.zeros(2, 3)
+    with refuses("t_next must be < t", "0.5"):
+        step(x, x, 0.5, 0.5)
+    with refuses("t_next must be < t"):
+        step(x, x, torch.tensor([0.5, 0.5]), torch.tensor([0.4, 0.6]))
+    with refuses("t must be in [0, 1]", "1.25"):
+        step(x, x, 1.25, 0.5)
+    with refuses("t_next must be in [0, 1]", "-0.25"):
+        step(x, x, 0.5, -0.25)
+    with refuses("x_t (2, 3)", "v (1, 3)"):
+        step(x, torch.zeros(1, 3), 0.5, 0.25)
+    with refuses("batch axis"):
+        step(torch.tensor(1.0), torch.tensor(1.0), 0.5, 0.25)
+    with refuses("(2,)", "(3,)"):
+        step(x, x, torch.full((3,), 0.5), 0.25)
+    if name != "euler":
+        with refuses("eta", "-0.1"):
+            step(x, x, 0.5, 0.25, eta=-0.1)
+    if name == "cps":
+        with refuses("eta", "1.5"):
+            step(x, x, 0.5, 0.25, eta=1.5)
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_step_arithmetic_is_float32_or_better_whatever_comes_in(name, half):
+    # Log-probabilities nan at every step of a half-precision model. https://github.com/yifan123/flow_grpo/issues/209
+    x, v = normal(3, 4, dtype=half), normal(3, 4, seed=1, dtype=half)
+    mean, std = KERNELS[name](x, v, 0.75, 0.5)
+    assert (mean.dtype, std.dtype) == (torch.float32, torch.float32)
+    wide = KERNELS[name](x.float(), v.float(), 0.75, 0.5)
+    assert torch.equal(mean, wide[0])
+    assert KERNELS[name](x, v.double(), 0.75, 0.5)[0].dtype == F64
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_every_other_function_of_latents_is_float32_or_better(half):
+    x, y, std = normal(3, 4, dtype=half), normal(3, 4, seed=1, dtype=half), torch.full((3,), 0.5, dtype=half)
+    results = [f(x, y, 0.5) for f in (interpolate, predict_x_0, predict_noise)]
+    results += [transition_log_prob(x, y, std), transition_kl(x, y, std), latent_mean(x), latent_sum(x)]
+    assert {r.dtype for r in results} == {torch.float32}
+    wide = (x.double(), y.double())
+    results = [f(*wide, 0.5) for f in (interpolate, predict_x_0, predict_noise)]
+    results += [transition_log_prob(*wide, std), transition_kl(*wide, std), latent_mean(wide[0]), latent_sum(wide[0])]
+    assert {r.dtype for r in results} == {F64}
+
+
+# ---- densities --------------------------------------------------------------------------------------------------------
+
+
+@given(pairs_of_latents(), st.floats(0.01, 3.0))
+def test_log_prob_and_kl_match_torch_distributions(pair, scale):
+    x, mean = pair
+    std = scale * (1 + torch.arange(len(x), dtype=F64))
+    wide = std.reshape(-1, *[1] * (x.ndim - 1)).expand_as(x)
+    exact = torch.distributions.Normal(mean, wide).log_prob(x).reshape(len(x), -1)
+    torch.testing.assert_close(transition_log_prob(x, mean, std), exact.mean(1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        transition_log_prob(x, mean, std, reduce=latent_sum), exact.sum(1), rtol=1e-10, atol=1e-10
+    )
+    p, q = torch.distributions.Normal(x, wide), torch.distributions.Normal(mean, wide)
+    kl = torch.distributions.kl_divergence(p, q).reshape(len(x), -1)
+    torch.testing.assert_close(transition_kl(x, mean, std), kl.mean(1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(transition_kl(x, mean, std, reduce=latent_sum), kl.sum(1), rtol=1e-10, atol=1e-10)
+
+
+@given(latent_shapes(), seeds)
+def test_reductions_match_numpy(shape, seed):
+    x = normal(*shape, seed=seed)
+    flat = x.numpy().reshape(shape[0], -1)
+    np.testing.assert_allclose(latent_mean(x).numpy(), flat.mean(1), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(latent_sum(x).numpy(), flat.sum(1), rtol=1e-12, atol=1e-14)
+
+
+def test_the_default_reduction_does_not_grow_with_the_resolution():
+    # Mean or sum over latent axes: the clip range depended on it. https://github.com/yifan123/flow_grpo/issues/143
+    x, mean, std = normal(2, 4), normal(2, 4, seed=1), torch.tensor([0.5, 0.7], dtype=F64)
+    double = torch.cat([x, x], 1), torch.cat([mean, mean], 1), std
+    torch.testing.assert_close(transition_log_prob(*double), transition_log_prob(x, mean, std))
+    torch.testing.assert_close(
+        transition_log_prob(*double, reduce=latent_sum), 2 * transition_log_prob(x, mean, std, reduce=latent_sum)
+    )
+
+
+@pytest.mark.parametrize("density", [transition_log_prob, transition_kl])
+def test_a_deterministic_step_has_no_density_and_no_nan_gradient(density):
+    x, mean, std = normal(3, 2), normal(3, 2, seed=1).requires_grad_(), torch.tensor([0.0, 0.5, 0.0], dtype=F64)
+    value = density(x, mean, std)
+    assert value.isnan().tolist() == [True, False, True]
+    value[1].backward()
+    assert bool(torch.isfinite(mean.grad).all())
+    assert mean.grad[0].tolist() == [0, 0]
+
+
+def test_log_prob_and_kl_gradients_match_finite_differences():
+    x, mean = normal(2, 3), normal(2, 3, seed=1).requires_grad_()
+    std = torch.tensor([0.4, 0.9], dtype=F64)
+    assert torch.autograd.gradcheck(lambda m: transition_log_prob(x, m, std), mean)
+    assert torch.autograd.gradcheck(lambda m: transition_kl(m, x, std), mean)
+
+
+@pytest.mark.parametrize("density", [transition_log_prob, transition_kl])
+def test_densities_refuse(density):
+    x, std = torch.zeros(2, 3), torch.ones(2)
+    with refuses("(2, 3)", "(2, 1)"):
+        density(x, torch.zeros(2, 1), std)
+    with refuses("std", "(2,)", "(1,)"):
+        density(x, x, torch.ones(1))
+    with refuses("std", "-1.0"):
+        density(x, x, torch.tensor([1.0, -1.0]))
+    with refuses("std", "nan"):
+        density(x, x, torch.tensor([1.0, math.nan]))
+
+
+# ---- seeds ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=6), st.integers(0, 9), st.data())
+def test_a_row_of_noise_depends_on_its_seed_and_stream_alone(values, stream, data):
+    # A row's result depends on who else is in the batch. https://github.com/pytorch/pytorch/issues/124025
+    order = data.draw(st.permutations(range(len(values))))
+    all_rows = seeded_noise(torch.tensor(values), (2, 3), stream=stream)
+    permuted = seeded_noise(torch.tensor(values)[list(order)], (2, 3), stream=stream)
+    assert torch.equal(permuted, all_rows[list(order)])
+    for i, value in enumerate(values):
+        assert torch.equal(seeded_noise(torch.tensor([value]), (2, 3), stream=stream)[0], all_rows[i])
+
+
+@given(st.integers(-50, 2**40), st.integers(1, 40))
+def test_neighbouring_seeds_and_streams_never_alias(seed, stream):
+    rows = [
+        seeded_noise(torch.tensor([s]), (4,), stream=k)[0]
+        for s, k in (
+            (seed, stream),
+            (seed + 1, stream - 1),
+            (seed - 1, stream + 1),
+            (seed + 1, stream),
+            (seed, stream - 1),
+        )
+    ]
+    for a, b in itertools.combinations(rows, 2):
+        assert not torch.equal(a, b)
+        assert not torch.equal(a, -b)
+
+
+def test_noise_is_standard_normal_and_independent_between_streams():
+    n, d = 400, 50
+    a, b = (seeded_noise(torch.arange(n), (d,), stream=s).double() for s in (0, 1))
+    size = (n * d) ** 0.5
+    assert abs(float(a.mean())) < 5 / size
+    assert abs(float((a**2).mean()) - 1) < 5 * 2**0.5 / size
+    assert abs(float((a**4).mean()) - 3) < 5 * 96**0.5 / size
+    assert abs(float((a * b).mean())) < 5 / size
+    assert abs(float((a[1:] * a[:-1]).mean())) < 5 / size
+    assert abs(float((a[1:] * b[:-1]).mean())) < 5 / size
+
+
+def test_global_generators_are_not_touched():
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
+    first = seeded_noise(torch.tensor([3]), (4,))
+    rollout(linear, PARAMS, {}, time_grid(3), seeds=torch.tensor([1, 2]), shape=(4,), step=flow_sde_step)
+    sample_seeds(0, 0, [0], 2)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)
+    torch.manual_seed(7)
+    assert torch.equal(seeded_noise(torch.tensor([3]), (4,)), first)
+
+
+def test_seeded_noise_shapes_and_refusals():
+    assert seeded_noise(torch.tensor([1, 2]), ()).shape == (2,)
+    assert seeded_noise(torch.empty(0, dtype=torch.long), (2, 3)).shape == (0, 2, 3)
+    assert seeded_noise(torch.tensor([1]), (2,)).dtype == torch.float32
+    with refuses("seeds", "(2, 1)"):
+        seeded_noise(torch.tensor([[1], [2]]), (2,))
+    with refuses("seeds"):
+        seeded_noise(torch.tensor([1.0]), (2,))
+    with refuses("stream", "-1"):
+        seeded_noise(torch.tensor([1]), (2,), stream=-1)
+    with refuses("shape", "-2"):
+        seeded_noise(torch.tensor([1]), (-2,))
+    with refuses("shape", "3"):
+        seeded_noise(torch.tensor([1]), 3)
+
+
+def test_sample_seeds_are_a_function_of_seed_iteration_prompt_and_member():
+    everything = sample_seeds(3, 5, range(20), 50)
+    assert everything.dtype == torch.int64
+    assert int(everything.min()) >= 0
+    assert len(set(everything.flatten().tolist())) == 1000
+    assert torch.equal(sample_seeds(3, 5, [7, 2], 9), everything[[7, 2], :9])
+    assert torch.equal(sample_seeds(3, 5, range(20), 50), everything)
+    others = torch.stack([sample_seeds(4, 5, range(20), 50), sample_seeds(3, 6, range(20), 50)])
+    assert not set(others.flatten().tolist()) & set(everything.flatten().tolist())
+    words = np.random.SeedSequence([3, 5, 7, 8]).generate_state(1, np.uint64)[0]
+    assert int(everything[7, 8]) == int(words) >> 1
+    with refuses("seed", "-1"):
+        sample_seeds(-1, 0, [0], 2)
+    with refuses("iteration", "0.5"):
+        sample_seeds(0, 0.5, [0], 2)
+
+
+# ---- rollout ----------------------------------------------------------------------------------------------------------
+
+PARAMS = {"a": torch.tensor(0.8)}
+
+
+def linear(params, x_t, t, cond):
+    """Elementwise, so that its bits do not depend on the number of rows."""
+    shift = cond["shift"].to(x_t) if "shift" in cond else torch.zeros(len(x_t), dtype=x_t.dtype)
+    return params["a"].to(x_t) * x_t * (1 + t.reshape(-1, *[1] * (x_t.ndim - 1))) + shift.reshape(
+        -1, *[1] * (x_t.ndim - 1)
+    )
+
+
+def ids(n: int) -> torch.Tensor:
+    return torch.arange(n) * 7 + 3
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_a_replay_from_the_trajectory_equals_the_rollout_bit_for_bit(name, dtype):
+    # One kernel and one log-prob serve both sides. https://github.com/verl-project/verl-omni/pull/209
+    # Replay reads t and t_next, never rebuilds a grid. https://github.com/verl-project/verl-omni/pull/279
+    # Steps have indices: the times of this grid are close. https://github.com/huggingface/diffusers/issues/11749
+    b, cond = 5, {"shift": torch.linspace(-1, 1, 5)}
+    times, step = time_grid(12, shift=9.0, dtype=dtype), KERNELS[name]
+    tr = rollout(
+        linear, PARAMS, cond, times, noise=normal(b, 2, 3, dtype=dtype), seeds=ids(b), step=step, keep=[0, 3, 11]
+    )
+    assert torch.equal(tr.t, times[[0, 3, 11]])
+    assert torch.equal(tr.t_next, times[[1, 4, 12]])
+    for j, index in enumerate([0, 3, 11]):
+        t, t_next = tr.t[j].expand(b), tr.t_next[j].expand(b)
+        v = linear(PARAMS, tr.x_t[:, j], t, cond)
+        assert torch.equal(v, tr.v[:, j])
+        mean, std = step(tr.x_t[:, j], v, t, t_next)
+        assert torch.equal(std, tr.std[:, j])
+        noise = seeded_noise(ids(b), (2, 3), stream=index + 1).to(dtype)
+        assert torch.equal(mean + std[:, None, None] * noise, tr.x_next[:, j])
+        again = transition_log_prob(tr.x_next[:, j], mean, std)
+        assert torch.equal(again.nan_to_num(7), tr.log_prob[:, j].nan_to_num(7))
+        assert bool(again.isnan().all()) == (name == "euler" or (name == "cps" and index == 11))
+    assert torch.equal(tr.x_0, tr.x_next[:, 2])
+    assert torch.equal(tr.seeds, ids(b))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rollout_is_the_naive_walk(name):
+    times, start = time_grid(6, shift=3.0, dtype=F64), normal(3, 4)
+    tr = rollout(linear, PARAMS, {}, times, noise=start, seeds=ids(3), step=KERNELS[name])
+    x = start
+    for i in range(6):
+        assert torch.equal(tr.x_t[:, i], x)
+        v = linear(PARAMS, x, times[i].expand(3), {})
+        expected = torch.empty_like(x)
+        for row, column in itertools.product(range(3), range(4)):
+            eta = {"euler": 0, "flow": 0.7, "dance": 0.3, "cps": 0.8}[name]
+            m, s = by_hand(
+                name, float(x[row, column]), float(v[row, column]), float(times[i]), float(times[i + 1]), eta
+            )
+            expected[row, column] = m + s * float(seeded_noise(ids(3), (4,), stream=i + 1)[row, column])
+        torch.testing.assert_close(tr.x_next[:, i], expected, rtol=1e-12, atol=1e-12)
+        x = tr.x_next[:, i]
+    assert torch.equal(tr.x_0, x)
+    assert torch.equal(tr.t_next[:-1], tr.t[1:])
+
+
+@given(st.integers(1, 7), st.data())
+def test_rollout_rows_do_not_depend_on_their_batch(b, data):
+    # On-policy ratios are 1 for every chunking. https://github.com/XueZeyue/DanceGRPO/issues/87
+    size = data.draw(st.integers(1, b))
+    settings = {"shape": (2, 2), "step": flow_sde_step}
+    cond = {"shift": torch.linspace(-1, 1, b)}
+    whole = rollout(linear, PARAMS, cond, time_grid(4), seeds=ids(b), **settings)
+    for i in range(0, b, size):
+        part = rollout(
+            linear, PARAMS, {"shift": cond["shift"][i : i + size]}, time_grid(4), seeds=ids(b)[i : i + size], **settings
+        )
+        for name in ("x_0", "x_t", "x_next", "v", "std", "log_prob"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[i : i + size])
+
+
+def test_rollout_starts_from_stream_0_of_the_seeds_or_from_the_noise():
+    tr = rollout(linear, PARAMS, {}, time_grid(3), seeds=ids(2), shape=(3,))
+    assert torch.equal(tr.x_t[:, 0], seeded_noise(ids(2), (3,), stream=0))
+    for dtype in (torch.float32, F64):
+        tr = rollout(linear, PARAMS, {}, time_grid(3, dtype=dtype), seeds=ids(2), shape=(3,), step=flow_sde_step)
+        assert {x.dtype for x in tr[:8]} == {dtype}
+        assert torch.equal(tr.x_t[:, 0], seeded_noise(ids(2), (3,)).to(dtype))
+    start = normal(2, 3, dtype=torch.float32)
+    tr = rollout(linear, PARAMS, {}, time_grid(3), noise=start)
+    assert torch.equal(tr.x_t[:, 0], start)
+    assert tr.seeds is None
+
+
+def test_keep_stores_only_the_kept_steps():
+    def stored(keep):
+        tr = rollout(linear, PARAMS, {}, time_grid(8), seeds=ids(3), shape=(5, 2), step=flow_sde_step, keep=keep)
+        parts = (tr.x_t, tr.x_next, tr.v, tr.std, tr.log_prob, tr.t, tr.t_next)
+        assert all(p.shape[1] == len(keep) for p in parts[:5])
+        return sum(p.untyped_storage().nbytes() for p in parts), tr
+
+    per_step = 4 * (3 * (3 * 10) + 2 * 3 + 2)
+    everything, full = stored(range(8))
+    for keep in ([], [0], [7], [1, 4, 6], range(2, 7)):
+        size, tr = stored(keep)
+        assert size == per_step * len(keep)
+        index = list(keep)
+        assert torch.equal(tr.x_0, full.x_0)
+        assert torch.equal(tr.x_t, full.x_t[:, index])
+        assert torch.equal(tr.log_prob, full.log_prob[:, index])
+        assert torch.equal(tr.t_next, full.t_next[index])
+    assert everything == 8 * per_step
+
+
+def test_states_that_are_not_kept_are_freed_during_the_rollout():
+    alive: list[int] = []
+    states: list[weakref.ref] = []
+
+    def watched(params, x_t, t, cond):
+        alive.append(sum(r() is not None for r in states))
+        states.append(weakref.ref(x_t))
+        return linear(params, x_t, t, cond)
+
+    rollout(watched, PARAMS, {}, time_grid(10), seeds=ids(2), shape=(3,), keep=[2, 3])
+    assert max(alive) <= 4
+    alive.clear()
+    states.clear()
+    rollout(watched, PARAMS, {}, time_grid(10), seeds=ids(2), shape=(3,))
+    assert max(alive) == 9
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_velocity_that_is_not_finite_stops_the_rollout(value):
+    # Log-probabilities nan from the first step on. https://github.com/yifan123/flow_grpo/issues/177
+    def broken(params, x_t, t, cond):
+        v = torch.zeros_like(x_t)
+        if float(t[0]) < 0.6:
+            v[1:4, 0] = value
+        return v
+
+    with refuses("step 2", "t = 0.5", "3 of 5 rows"):
+        rollout(broken, PARAMS, {}, time_grid(4), noise=torch.zeros(5, 2))
+    with refuses("step 0", "1 of 2 rows"):
+        rollout(linear, PARAMS, {}, time_grid(4), noise=torch.tensor([[1.0], [value]]))
+
+
+def test_mixed_kernels_one_per_step():
+    # The window is an argument and comes back with the trajectory. https://github.com/yifan123/flow_grpo/issues/150
+    # Which steps are stochastic is data, not a fraction. https://github.com/yifan123/flow_grpo/issues/62
+    # Samples turned to noise and nothing said why: std is there per step. https://github.com/XueZeyue/DanceGRPO/issues/79
+    window, times = sde_window(6, start=1, size=2), time_grid(6)
+    steps = [flow_sde_step if i in window else euler_step for i in range(6)]
+    tr = rollout(linear, PARAMS, {}, times, seeds=ids(2), shape=(3,), step=steps)
+    assert (tr.std[0] > 0).tolist() == [False, True, True, False, False, False]
+    assert tr.log_prob.isnan()[0].tolist() == [True, False, False, True, True, True]
+    tr = rollout(linear, PARAMS, {}, times, seeds=ids(2), shape=(3,), step=steps, keep=window)
+    assert torch.equal(tr.t, times[1:3])
+    assert bool((tr.std > 0).all())
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_stored_is_what_is_scored_with_a_half_precision_model(half):
+    # Sampled in float32, stored in bf16, scored the other one: mean ratio .99996.
+    # https://github.com/verl-project/verl-omni/blob/main/docs/contributing/common_pitfalls.md
+    # bf16 storage moves the log-prob by ten clip ranges. https://github.com/yifan123/flow_grpo
+    # A cast whose result was thrown away; one mode for both sides. https://github.com/XueZeyue/DanceGRPO
+    # A shipped `assert ratio == 1` failed: here both sides are the same numbers. https://github.com/ReinFlow/ReinFlow/issues/5
+    def narrow(params, x_t, t, cond):
+        return linear(params, x_t.to(half), t.to(half), cond)
+
+    tr = rollout(narrow, PARAMS, {}, time_grid(5), noise=normal(4, 6, dtype=half), seeds=ids(4), step=flow_sde_step)
+    assert {x.dtype for x in tr[:8]} == {torch.float32}
+    for j in range(5):
+        v = narrow(PARAMS, tr.x_t[:, j], tr.t[j].expand(4), {})
+        mean, std = flow_sde_step(tr.x_t[:, j], v, tr.t[j], tr.t_next[j])
+        ratio = torch.exp(transition_log_prob(tr.x_next[:, j], mean, std) - tr.log_prob[:, j])
+        assert torch.equal(ratio, torch.ones(4))
+
+
+def test_the_velocity_is_fed_the_grid_s_own_times():
+    # int(sigma * 1000) cut up to .92 of a step. https://github.com/XueZeyue/DanceGRPO
+    # Rounding of t against sigma between rollout and replay. https://github.com/X-GenGroup/Flow-Factory/pull/61
+    log = []
+    times = time_grid(16, shift=3.0)
+    tr = rollout(spy(linear, log), PARAMS, {}, times, seeds=ids(3), shape=(2,))
+    fed = torch.stack([args[2] for args, _ in log])
+    assert torch.equal(fed, times[:-1, None].expand(16, 3))
+    assert torch.equal(tr.t, times[:-1])
+    assert tr.t.dtype == torch.float32
+
+
+def test_rollout_carries_no_gradient_and_changes_no_argument():
+    params, start = {"a": torch.tensor(0.8, requires_grad=True)}, normal(2, 3).requires_grad_()
+    before = start.detach().clone()
+    tr = rollout(linear, params, {}, time_grid(3, dtype=F64), noise=start, seeds=ids(2), step=flow_sde_step)
+    assert not any(x.requires_grad for x in tr[:8])
+    tr.x_t.zero_()
+    tr.x_0.zero_()
+    assert torch.equal(start.detach(), before)
+
+
+def test_rollout_refusals():
+    x, times = torch.zeros(2, 3), time_grid(4)
+    go = functools.partial(rollout, linear, PARAMS, {})
+    with refuses("noise", "seeds"):
+        go(times)
+    with refuses("shape", "seeds"):
+        go(times, seeds=ids(2))
+    with refuses("step 0 is stochastic", "seeds"):
+        go(times, noise=x, step=flow_sde_step)
+    with refuses("step 1 is stochastic"):
+        go(times, noise=x, step=[euler_step, cps_step, euler_step, euler_step])
+    with refuses("3 kernels", "4 steps"):
+        go(times, noise=x, step=[euler_step] * 3)
+    with refuses("keep", "0..3", "[2, 1]"):
+        go(times, noise=x, keep=[2, 1])
+    # A double [:, :-1] cut the kept steps twice: steps are sorted, without repeats, inside the grid.
+    # https://github.com/XueZeyue/DanceGRPO/issues/99
+    for keep in ([1, 1], [4], [-1], [1.5]):
+        with refuses("keep", keep[-1]):
+            go(times, noise=x, keep=keep)
+    with refuses("seed", "(3,)", "(2, 3)"):
+        go(times, noise=x, seeds=ids(3))
+    with refuses("shape (5,)", "(2, 3)"):
+        go(times, noise=x, shape=(5,))
+    with refuses("cond['text']", "2", "(3, 4)"):
+        rollout(linear, PARAMS, {"text": torch.zeros(3, 4)}, times, noise=x)
+    with refuses("v (2, 1)", "x_t (2, 3)", "step 0"):
+        rollout(lambda p, x, t, c: x[:, :1], PARAMS, {}, times, noise=x)
+    for bad in (torch.tensor([1.0]), torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.5, 0.5]), torch.tensor([1.2, 0.0])):
+        with refuses("times"):
+            go(bad, noise=x)
+
+
+# ---- windows ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 30), st.data())
+def test_sde_window_lies_inside_0_to_steps_minus_2(steps, data):
+    size = data.draw(st.integers(1, steps - 1))
+    start = data.draw(st.integers(0, steps - 1 - size))
+    window = sde_window(steps, start=start, size=size)
+    assert list(window) == [start + i for i in range(size)]
+    assert max(window) <= steps - 2
+    with refuses(f"size {size}", f"{steps - 2} of {steps}"):
+        sde_window(steps, start=steps - size, size=size)
+
+
+def test_sde_window_refusals():
+    for name, bad in (("size", 0), ("start", -1), ("steps", 0)):
+        with refuses(name, bad):
+            sde_window(**({"steps": 10, "start": 0, "size": 2} | {name: bad}))
+
+
+@given(st.integers(3, 25), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_mix_windows_slide_stay_full_and_roll_back(steps, stride, every, data):
+    # The published schedule shrinks at its end and holds an empty window. https://github.com/XueZeyue/DanceGRPO/issues/99
+    size = data.draw(st.integers(1, steps - 1))
+    starts = list(range(0, steps - size, stride))
+    expected = [range(s, s + size) for s in starts for _ in range(every)] * 2
+    assert list(itertools.islice(mix_windows(steps, size=size, stride=stride, every=every), len(expected))) == expected
+
+
+def test_mix_windows_refuses_at_the_call():
+    for name in ("size", "stride", "every"):
+        with refuses(name, "0"):
+            mix_windows(10, **({"size": 2, "stride": 1, "every": 1} | {name: 0}))
+    with refuses("size 10"):
+        mix_windows(10, size=10, stride=1, every=1)
+
+
+# ---- wrappers ---------------------------------------------------------------------------------------------------------
+
+
+def conditional(params, x_t, t, cond):
+    return x_t + cond["text"] + cond.get("pooled", torch.zeros_like(x_t)) + t[:, None]
+
+
+@given(seeds, st.floats(-3, 9))
+def test_classifier_free_extrapolates_from_the_unconditional_velocity(seed, scale):
+    x, t, text, empty = (
+        normal(2, 3, seed=seed),
+        torch.full((2,), 0.5, dtype=F64),
+        normal(2, 3, seed=1),
+        normal(2, 3, seed=2),
+    )
+    log = []
+    guided = classifier_free(spy(conditional, log), scale=scale)
+    cond = {"text": text, "uncond.text": empty, "pooled": x}
+    v_cond, v_uncond = (
+        conditional({}, x, t, {"text": text, "pooled": x}),
+        conditional({}, x, t, {"text": empty, "pooled": x}),
+    )
+    torch.testing.assert_close(guided({}, x, t, cond), v_uncond + scale * (v_cond - v_uncond), rtol=1e-12, atol=1e-12)
+    assert all(sorted(args[3]) == ["pooled", "text"] for args, _ in log)
+    assert len(log) == (1 if scale == 1 else 2)
+
+
+def test_classifier_free_at_scale_1_is_one_call_of_the_condition_alone():
+    log = []
+    x, t = normal(2, 3), torch.full((2,), 0.5, dtype=F64)
+    cond = {"text": normal(2, 3, seed=1), "uncond.text": normal(2, 3, seed=2)}
+    out = classifier_free(spy(conditional, log), scale=1)({}, x, t, cond)
+    assert torch.equal(out, conditional({}, x, t, {"text": cond["text"]}))
+    assert len(log) == 1
+    assert torch.equal(
+        classifier_free(conditional, scale=1.0)({}, x, t, {"text": x}), conditional({}, x, t, {"text": x})
+    )
+
+
+def test_guidance_of_a_half_precision_model_is_combined_in_float32():
+    # Under guidance 4.5 bf16 differences grow from 2e-5 to 5e-4. https://github.com/verl-project/verl-omni/issues/280
+    x, t = normal(3, 4, dtype=torch.bfloat16), torch.full((3,), 0.5, dtype=torch.bfloat16)
+    cond = {
+        "text": normal(3, 4, seed=1, dtype=torch.bfloat16),
+        "uncond.text": normal(3, 4, seed=2, dtype=torch.bfloat16),
+    }
+    v_cond, v_uncond = (conditional({}, x, t, {"text": cond[name]}).float() for name in ("text", "uncond.text"))
+    out = classifier_free(conditional, scale=4.5)({}, x, t, cond)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, v_uncond + 4.5 * (v_cond - v_uncond))
+    assert classifier_free(conditional, scale=1.0)({}, x, t, cond).dtype == torch.float32
+
+
+def test_classifier_free_refuses():
+    x, t = torch.zeros(2, 3), torch.full((2,), 0.5)
+    with refuses("scale", "nan"):
+        classifier_free(conditional, scale=math.nan)
+    with refuses("uncond", "['text']"):
+        classifier_free(conditional, scale=3.0)({}, x, t, {"text": x})
+    with refuses("['image']", "['text']"):
+        classifier_free(conditional, scale=3.0)({}, x, t, {"text": x, "uncond.image": x})
+
+
+@given(st.integers(0, 9), st.integers(1, 9))
+def test_chunked_calls_at_most_size_rows_and_changes_nothing(b, size):
+    log = []
+    x, t, cond = normal(b, 3), torch.linspace(0, 1, b, dtype=F64), {"text": normal(b, 3, seed=1)}
+    out = chunked(spy(conditional, log), size=size)({}, x, t, cond)
+    assert torch.equal(out, conditional({}, x, t, cond))
+    assert [len(args[1]) for args, _ in log] == ([size] * (b // size) + [b % size] * (b % size > 0) or [0])
+    assert all(len(args[1]) == len(args[2]) == len(args[3]["text"]) for args, _ in log)
+
+
+def test_chunked_agrees_with_one_call_through_a_matrix_product():
+    # A row's last bits depend on its batch; they agree to 1e-5. https://github.com/pytorch/pytorch/issues/124025
+    weight = normal(64, 64, dtype=torch.float32) / 8
+    x, t = normal(33, 64, dtype=torch.float32), torch.full((33,), 0.5)
+    velocity = lambda params, x_t, t, cond: torch.tanh(x_t @ weight)  # noqa: E731
+    torch.testing.assert_close(chunked(velocity, size=5)({}, x, t, {}), velocity({}, x, t, {}), rtol=1e-5, atol=1e-5)
+    for bad in (0, -1, 1.5):
+        with refuses("size", bad):
+            chunked(velocity, size=bad)
+
+
+# ---- negative control -------------------------------------------------------------------------------------------------
+
+
+def test_negative_control_a_wrong_kernel_fails_the_oracles():
+    def without_the_exception_at_t_1(x_t, v, t, t_next, *, eta=0.7):
+        return flow_sde_step(x_t, v, torch.where(t == 1, 1 - 1e-9, t), t_next, eta=eta)
+
+    def without_the_score(x_t, v, t, t_next, *, eta=0.3):
+        return euler_step(x_t, v, t, t_next)[0], dance_sde_step(x_t, v, t, t_next, eta=eta)[1]
+
+    times = time_grid(100, dtype=F64)
+    assert affine_endpoint_std(without_the_exception_at_t_1, times, 0.49) != pytest.approx(TABLE[100][1], abs=5.1e-5)
+    assert affine_endpoint_std(without_the_score, times, 0.49) != pytest.approx(TABLE[100][2], abs=5.1e-5)
+    with pytest.raises(AssertionError, match="does not mention"), refuses("x_t (2, 3)"):
+        require_rows(2, x_t=torch.zeros(3))
+
+
+def test_negative_control_an_aliasing_noise_fails_the_seed_tests():
+    def aliasing(seed, stream):
+        return torch.randn(4, generator=torch.Generator().manual_seed(seed + stream))
+
+    assert torch.equal(aliasing(5, 1), aliasing(6, 0))
+    assert not torch.equal(seeded_noise(torch.tensor([5]), (4,), stream=1), seeded_noise(torch.tensor([6]), (4,)))

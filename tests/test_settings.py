@@ -1,0 +1,331 @@
+"""From settings to what a run works on, the refusals, and the held-out evaluation.
+
+Negative controls are the tests with `control` in their names.
+"""
+
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from toys import toy_run
+
+from diffrl.algorithms import all_steps
+from diffrl.rewards import TextReward, quoted
+from diffrl.sampling import rollout, sample_seeds
+from diffrl.settings import (
+    ALGORITHMS,
+    HELD_OUT_SEED,
+    REWARDS,
+    Evaluation,
+    Judge,
+    Settings,
+    build,
+    check_settings,
+    evaluate,
+    judge_text,
+    make_algorithm,
+    make_reward,
+    parse_trained_steps,
+    read_prompts,
+)
+from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+
+# ---- trained steps
+
+
+@pytest.mark.parametrize(
+    ("text", "candidates", "size"),
+    [
+        ("all", range(8), None),
+        ("noisiest:4", range(4), None),
+        ("random:3", range(8), 3),
+        ("random:3/4", range(4), 3),
+        ("random:4/4", range(4), 4),
+        ("noisiest:8", range(8), None),
+    ],
+)
+def test_trained_steps_by_hand(text, candidates, size):
+    chosen, per_sample = parse_trained_steps(text, 8)
+    assert list(chosen(8)) == list(candidates)
+    assert per_sample == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "some", "all:3", "all ", "noisiest", "noisiest:0", "noisiest:9", "noisiest:1/2", "noisiest:x"),
+        *("random", "random:0", "random:9", "random:-1", "random:5/4", "random:1/9", "random:1/2/3"),
+    ],
+)
+def test_other_trained_steps_are_refused(text):
+    with pytest.raises(ValueError, match=rf"--trained-steps.*steps=8, got '{text}'"):
+        parse_trained_steps(text, 8)
+
+
+# ---- settings
+
+BAD = [
+    ("task", "letters", "--task.*digits.*'letters'"),
+    ("algorithm", "ppo", "--algorithm.*art.*'ppo'"),
+    ("iterations", 0, "--iterations.*0"),
+    ("group_size", 1, "--group-size.*1"),
+    ("prompts_per_iteration", 0, "--prompts-per-iteration.*0"),
+    ("steps", 0, "--steps.*0"),
+    ("lora_rank", 0, "--lora-rank.*0"),
+    ("lora_alpha", -1, "--lora-alpha.*-1"),
+    ("eval_every", 0, "--eval-every.*0"),
+    ("eval_samples", 0, "--eval-samples.*0"),
+    ("checkpoint_every", 0, "--checkpoint-every.*0"),
+    ("threads", 0, "--threads.*0"),
+    ("micro_batch", 0, "--micro-batch.*0"),
+    ("rollout_chunk", 0, "--rollout-chunk.*0"),
+    ("height", 0, "--height.*0"),
+    ("width", -8, "--width.*-8"),
+    ("seed", -1, "--seed.*-1"),
+    ("seed", 2**62, "--seed.*4611686018427387904"),
+    ("learning_rate", 0.0, "--learning-rate.*0"),
+    ("learning_rate", float("nan"), "--learning-rate.*nan"),
+    ("radius", -1e-5, "--radius.*-1e-05"),
+    ("trained_steps", "random:9", "--trained-steps.*'random:9'"),
+    ("device", "abacus", "--device 'abacus'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_one_bad_setting_is_refused_by_its_option_and_value(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        check_settings(replace(Settings(), **{name: value}))
+
+
+def test_control_the_defaults_are_accepted():
+    check_settings(Settings())
+
+
+def test_a_device_that_is_not_here_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match="--device 'cuda'"):
+        check_settings(Settings(device="cuda"))
+
+
+def test_prompts_task_needs_a_model_and_prompts():
+    with pytest.raises(ValueError, match="--task prompts needs --model and --prompts"):
+        check_settings(Settings(task="prompts", model="somewhere"))
+    check_settings(Settings(task="prompts", model="somewhere", prompts="file"))
+
+
+def test_settings_are_json():
+    import json
+
+    assert Settings(**json.loads(json.dumps(asdict(Settings())))) == Settings()
+
+
+# ---- algorithms and rewards
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_gets_the_runs_trained_steps_and_radius(name):
+    trained = {"art_flash": "noisiest:2"}.get(name, "random:2/3")
+    algorithm = make_algorithm(Settings(algorithm=name, trained_steps=trained, radius=0.5, steps=5))
+    kept = []
+    plain = algorithm.objective
+
+    def objective(velocity, params, window):
+        loss, keep, metrics = plain(velocity, params, window)
+        kept.append((window.trajectory.x_t.shape[1], len(loss) // len(window.rewards)))
+        return loss, keep, metrics
+
+    _, rows = toy_run(algorithm=algorithm._replace(objective=objective), iterations=1)
+    assert set(kept) == {(2, 2) if name == "art_flash" else (3, 2)}
+    assert rows[0]["masked_fraction"] == 0  # at this radius; at the default one it is not
+    small = make_algorithm(Settings(algorithm=name, trained_steps=trained, steps=5))
+    assert toy_run(algorithm=small, iterations=1)[1][0]["masked_fraction"] > 0
+
+
+def test_flash_takes_random_steps_among_the_noisiest():
+    algorithm = make_algorithm(Settings(algorithm="art_flash", trained_steps="random:1/4", steps=5))
+    assert toy_run(algorithm=algorithm, iterations=1)[1][0]["loss/update_1"] == pytest.approx(1)
+
+
+def test_rewards_by_name_and_by_module():
+    assert isinstance(make_reward("ocr", threads=1), TextReward)
+    assert make_reward("diffrl.tasks.toy:toward_compass") is toward_compass
+    flat = make_reward("jpeg_compressibility")(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), ["x"])
+    assert float(flat) == -float(
+        make_reward("jpeg_incompressibility")(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), ["x"])
+    )
+    assert {"ocr", "tesseract_ocr", "jpeg_compressibility", "jpeg_incompressibility"} == set(REWARDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("beauty", "--reward must be one of ocr, .* got 'beauty'"),
+        ("no_such_module:f", "--reward 'no_such_module:f' cannot be imported: No module"),
+        ("math:no_such_function", "--reward 'math:no_such_function' cannot be imported"),
+        ("math:pi", "--reward 'math:pi' is not callable: 3.14"),
+    ],
+)
+def test_unknown_rewards_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        make_reward(name)
+
+
+def test_a_reward_whose_package_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(ImportError, match=r"pip install 'diffrl\[demo\]'"):
+        make_reward("ocr")
+
+
+def reading(*texts):
+    return TextReward(quoted, lambda pictures: [texts[i % len(texts)] for i in range(len(pictures))])
+
+
+def test_a_judge_remembers_exact_matches_of_its_last_call():
+    images, prompts = torch.zeros(4, 8, 8, 3, dtype=torch.uint8), ['the "12"', 'the "34"', 'the "56"', "no target"]
+    judge = Judge(reading("12", "3", "x56", "7"))
+    assert judge.exact != judge.exact
+    values = judge(images, prompts)
+    assert values[:3].tolist() == [1.0, 0.5, 1.0]
+    assert values[3] != values[3]
+    assert judge.exact == pytest.approx(1 / 3)
+    values, exact, texts = judge_text(judge.reward, images[:2], prompts[:2])
+    assert (values.tolist(), exact.tolist(), texts) == ([1.0, 0.5], [1.0, 0.0], ["12", "3"])
+
+
+def test_a_judge_of_a_reward_that_does_not_read_hands_its_values_on():
+    judge = Judge(toward_compass)
+    assert judge(torch.zeros(2, 2), ["north", "east"]).tolist() == [-1.0, -1.0]
+    assert judge.exact != judge.exact
+
+
+# ---- prompts
+
+
+def test_prompts_are_the_non_empty_lines(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\n  two  \n")
+    assert read_prompts(str(tmp_path / "p.txt")) == ["one", "two"]
+
+
+def test_prompts_that_are_not_there_are_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"--prompts '.*empty.txt' holds no prompts"):
+        read_prompts(str(tmp_path / "empty.txt"))
+    with pytest.raises(ValueError, match=r"--prompts '.*gone.txt' is no file"):
+        read_prompts(str(tmp_path / "gone.txt"))
+    with pytest.raises(ValueError, match=r"--prompts '.*' is no file"):
+        read_prompts(str(tmp_path))
+
+
+# ---- build
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    from small import save_small_pipeline
+
+    return save_small_pipeline(tmp_path_factory.mktemp("small"))
+
+
+def small(pipe, **changed):
+    from small import small_settings
+
+    return Settings(**small_settings(pipe, **changed))
+
+
+def test_build_is_a_function_of_the_settings(pipe):
+    benches = [build(small(pipe, seed=seed)) for seed in (3, 3, 4)]
+    first, again, other = ({n: p.detach() for n, p in bench.model.params.items()} for bench in benches)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    bench = benches[0]
+    assert bench.prompts == [f'the number "{n}"' for n in ("12", "34", "56", "78")]
+    assert bench.held_out is None
+    assert bench.model.latent_shape() == (4, 6, 8)
+    assert all(p.requires_grad for p in bench.model.params.values())
+
+
+def test_build_takes_the_lora_and_a_held_out_reward(pipe):
+    bench = build(small(pipe, lora_rank=3, lora_alpha=5, held_out_reward="jpeg_incompressibility"))
+    assert {p.shape[0] for n, p in bench.model.params.items() if "lora_A" in n} == {3}
+    layer = next(m for m in bench.model.module.modules() if hasattr(m, "scaling"))
+    assert layer.scaling["default"] == pytest.approx(5 / 3)
+    assert bench.held_out is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"prompts_per_iteration": 5}, "--prompts-per-iteration 5 of only 4 prompts"),
+        ({"model": "nowhere"}, "--model 'nowhere' has no model_index.json"),
+        ({"prompts": "nowhere.txt"}, "--prompts 'nowhere.txt'"),
+        ({"height": 25}, "height.*25"),
+        ({"guidance_scale": 0.5}, "guidance_scale.*0.5"),
+        ({"held_out_reward": "beauty"}, "'beauty'"),
+    ],
+)
+def test_build_refuses(pipe, changed, message):
+    with pytest.raises(ValueError, match=message):
+        build(small(pipe, **changed))
+
+
+# ---- evaluation
+
+
+def test_evaluation_is_the_plain_sampler_at_held_out_seeds():
+    model, _ = toy_run(iterations=2)
+    found = evaluate(model, PROMPTS, toward_compass, steps=4, samples=3)
+    names = [prompt for prompt in PROMPTS for _ in range(3)]
+    seeds = sample_seeds(HELD_OUT_SEED, 0, range(4), 3).flatten()
+    walked = rollout(model.velocity, model.params, model.encode(names), model.times(4), seeds=seeds, shape=(2,))
+    assert isinstance(found, Evaluation)
+    assert torch.equal(found.images, walked.x_0)
+    assert found.prompts == names
+    assert torch.equal(found.rewards, toward_compass(walked.x_0, names))
+    assert found.readings is None
+    assert found.exact is None
+
+
+def test_evaluation_is_repeatable_in_any_chunks_and_moves_nothing():
+    model, state = toy_model(), torch.get_rng_state()
+    whole = evaluate(model, PROMPTS, toward_compass, steps=4, samples=5)
+    parts = evaluate(model, PROMPTS, toward_compass, steps=4, samples=5, chunk=3)
+    assert torch.allclose(whole.images, parts.images, atol=1e-6)
+    assert torch.equal(whole.images, evaluate(model, PROMPTS, toward_compass, steps=4, samples=5).images)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_held_out_seeds_are_no_training_seeds():
+    held_out = set(sample_seeds(HELD_OUT_SEED, 0, range(4), 8).flatten().tolist())
+    trained = {int(s) for seed in (0, 1, 2**62 - 1) for s in sample_seeds(seed, 0, range(4), 8).flatten()}
+    assert not held_out & trained
+    with pytest.raises(ValueError, match="--seed"):
+        check_settings(Settings(seed=HELD_OUT_SEED))
+
+
+def test_evaluation_takes_other_params():
+    model, _ = toy_run(iterations=3)
+    initial = toy_model().params
+    base = evaluate(model, PROMPTS, toward_compass, steps=4, samples=8, params=initial)
+    trained = evaluate(model, PROMPTS, Judge(toward_compass), steps=4, samples=8)
+    assert float(trained.rewards.mean()) > float(base.rewards.mean()) + 0.1
+    assert torch.equal(base.images, evaluate(toy_model(), PROMPTS, toward_compass, steps=4, samples=8).images)
+
+
+def test_evaluation_of_a_reader_gives_readings_and_matches():
+    model = toy_model()._replace(decode=lambda latents: torch.zeros(len(latents), 8, 8, 3, dtype=torch.uint8))
+    model = model._replace(encode=lambda prompts: {"prompt": torch.zeros(len(prompts), dtype=torch.long)})
+    found = evaluate(model, ['a "1"', 'a "2"'], Judge(reading("1", "2", "9")), steps=2, samples=2)
+    assert found.readings == ["1", "2", "9", "1"]
+    assert found.exact.tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert found.rewards.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_control_evaluation_sees_what_training_changed():
+    model = toy_model()
+    before = evaluate(model, PROMPTS, toward_compass, steps=4, samples=8)
+    toy_run(model=model, iterations=3)
+    after = evaluate(model, PROMPTS, toward_compass, steps=4, samples=8)
+    assert not torch.equal(before.images, after.images)
+    assert all_steps(3) == range(3)
