@@ -381,7 +381,7 @@ def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterat
     change = change[torch.isfinite(change)]
     mean, error = float(change.mean()), float(change.std() / max(len(change), 1) ** 0.5)
     detail = f"reward {mean:+.4f} +- {error:.4f} after {iterations} iterations on the same seeds"
-    passed = mean > -2 * error
+    passed = mean >= -2 * error
     if "direction" in credit and bool(credit["alive"].any()):
         moved = (after.trajectory.x_0 - before.trajectory.x_0)[credit["alive"]].flatten(1)
         along = torch.nn.functional.cosine_similarity(moved, credit["direction"][credit["alive"]].flatten(1)).mean()

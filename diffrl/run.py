@@ -145,7 +145,7 @@ def run(
         if start > s.iterations:
             raise ValueError(f"--iterations {s.iterations}: the run in {str(folder)!r} already has {start}")
     # Before anything is written: a reward that cannot be used is found out here.
-    base = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else {}
+    base: dict[str, Any] = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else {}
     if checkpoint is not None:
         behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
     if not resume:
@@ -174,7 +174,7 @@ def _ended_at_once(rows: Sequence[Mapping[str, Any]], s: Settings) -> bool:
     return s.iterations > 1 and bool(rows) and rows[0].get("eval/iterations") == 1
 
 
-def _as_planned(row: dict[str, Any], s: Settings, base: Mapping[str, Any]) -> dict[str, Any]:
+def _as_planned(row: dict[str, Any], s: Settings, base: dict[str, Any]) -> dict[str, Any]:
     """The row without the evaluation that it has only because a run of fewer iterations once ended there."""
     if _evaluated(row["iteration"], s) and not _ended_at_once([row], s):
         return row
@@ -183,7 +183,7 @@ def _as_planned(row: dict[str, Any], s: Settings, base: Mapping[str, Any]) -> di
 
 
 def _rows_before(
-    folder: Path, s: Settings, rows: list[dict[str, Any]], start: int, base: Mapping[str, Any]
+    folder: Path, s: Settings, rows: list[dict[str, Any]], start: int, base: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The rows of iterations 0..start-1; metrics.jsonl is rewritten to hold exactly these, so nothing repeats."""
     rows = [_as_planned(row, s, base) for row in rows if row.get("iteration", start) < start]

@@ -36,7 +36,7 @@ def share(readings, texts) -> float:
     return sum(a == b for a, b in zip(readings, texts)) / len(texts)
 
 
-# --- prompts and pictures -------------------------------------------------------------------------------------------------------------
+# --- prompts and pictures ---------------------------------------------------------------------------------------------
 
 
 def test_the_prompts_ask_for_the_hundred_numbers():
@@ -105,7 +105,7 @@ def test_another_number_is_never_read_as_the_right_one(read):
     assert share(read(images), texts[1:] + texts[:1]) == 0
 
 
-# --- the shipped pipeline -------------------------------------------------------------------------------------------------------------
+# --- the shipped pipeline ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("font", digits.FONTS)
@@ -207,7 +207,7 @@ def test_loading_is_silent_and_offline():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# --- how it was made ------------------------------------------------------------------------------------------------------------------
+# --- how it was made --------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_is_zero_for_the_true_velocity():

@@ -197,6 +197,17 @@ def test_micro_batches_give_the_windows_gradient_and_no_further_step(micro_batch
             assert torch.allclose(a[name], b[name], rtol=0, atol=1e-12)
 
 
+def test_micro_batches_bound_how_many_samples_a_backward_sees():
+    plain, sizes = guided_regression(), []
+
+    def objective(velocity, params, window):
+        sizes.append(len(window.rewards))
+        return plain(velocity, params, window)
+
+    toy_run(algorithm=art()._replace(objective=objective), micro_batch=3, iterations=1)
+    assert sizes == [3, 3, 3, 3, 3, 1] * 2
+
+
 def test_control_gradients_of_other_samples_differ_by_more_than_rounding():
     a, b = gradients()[0], gradients(seed=1)[0]
     assert float((a["mean"] - b["mean"]).abs().max()) > 1e-3
@@ -839,15 +850,33 @@ def test_control_the_wrong_sign_in_the_credit_is_noticed():
     assert "FAIL  the reward goes up" in str(report)
 
 
-def test_control_the_wrong_sign_in_the_target_is_noticed():
-    def wrong(velocity, params, window):
-        s = window_states(window)
-        target = s.v_old + window.credit["direction"][s.rows]
-        return velocity_matching(velocity(params, s.x_t, s.t, s.cond), target), window.credit["alive"][s.rows], {}
+def against_the_direction(velocity, params, window):
+    s = window_states(window)
+    target = s.v_old + window.credit["direction"][s.rows]
+    return velocity_matching(velocity(params, s.x_t, s.t, s.cond), target), window.credit["alive"][s.rows], {}
 
-    report = diagnosed(algorithm=art()._replace(objective=wrong))
+
+def test_control_the_wrong_sign_in_the_target_is_noticed():
+    report = diagnosed(algorithm=art()._replace(objective=against_the_direction))
     assert failed(report) == {"the reward goes up"}
     assert "cosine -" in str(report)
+
+
+def coarse(images, prompts):
+    """Whether a point is on its side of the compass: a small step changes hardly any of them."""
+    return (toward_compass(images, prompts) > -1.0).float()
+
+
+def test_a_coarse_reward_that_has_not_moved_yet_passes_by_its_direction():
+    report = diagnosed(reward=coarse, learning_rate=1e-5)
+    assert report.ok
+    assert "reward +0.0000 +- 0.0000" in str(report)
+
+
+def test_control_the_wrong_sign_under_a_coarse_reward_is_noticed_by_the_direction():
+    report = diagnosed(algorithm=art()._replace(objective=against_the_direction), reward=coarse, learning_rate=1e-5)
+    assert "reward +0.0000 +- 0.0000" in str(report)
+    assert failed(report) == {"the reward goes up"}
 
 
 def test_missing_rewards_are_noticed():

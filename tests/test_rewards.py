@@ -30,7 +30,7 @@ NAN = float("nan")
 
 
 def fake_engine(pictures: np.ndarray) -> list[str]:
-    """Reads the number that the first pixel spells: red is the tens' digit, green the ones'; blue 255 is a picture it cannot take."""
+    """Reads the number in the first pixel: red is the tens' digit, green the ones'; blue 255: not readable."""
     if (pictures[:, 0, 0, 2] == 255).any():
         raise RuntimeError("cannot take this picture")
     return [f"{p[0, 0, 0]}{p[0, 0, 1]}" for p in pictures]
@@ -68,7 +68,7 @@ def written():
     return torch.stack(images), texts
 
 
-# --- the pure parts -------------------------------------------------------------------------------------------------------------------
+# --- the pure parts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_exact_match_is_stricter_than_the_reward():
         exact_match("42", ["1", "2"])
 
 
-# --- the OCR reward with an engine made up for the test --------------------------------------------------------------------------------
+# --- the OCR reward with an engine made up for the test ---------------------------------------------------------------
 
 
 def test_ocr_values_by_hand():
@@ -252,7 +252,7 @@ def test_rapid_ocr_refuses_bad_options(options):
         rapid_ocr(**options)
 
 
-# --- JPEG -----------------------------------------------------------------------------------------------------------------------------
+# --- JPEG -------------------------------------------------------------------------------------------------------------
 
 
 def pillow_kilobytes(image: torch.Tensor, quality: int) -> float:
@@ -298,7 +298,7 @@ def test_jpeg_refuses_bad_quality(quality):
         jpeg_compressibility(quality=quality)
 
 
-# --- Tesseract and missing packages ---------------------------------------------------------------------------------------------------
+# --- Tesseract and missing packages -----------------------------------------------------------------------------------
 
 
 def test_tesseract_has_one_api_object_per_thread(monkeypatch):
@@ -345,12 +345,13 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch, module, fa
 
 
 def test_importing_rewards_imports_no_scorer():
-    code = "import sys, diffrl.rewards; print([m for m in ('PIL', 'cv2', 'rapidocr', 'onnxruntime', 'tesserocr') if m in sys.modules])"
+    heavy = ["PIL", "cv2", "rapidocr", "onnxruntime", "tesserocr"]
+    code = f"import sys, diffrl.rewards; print([name for name in {heavy} if name in sys.modules])"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "[]"
 
 
-# --- the real engine ------------------------------------------------------------------------------------------------------------------
+# --- the real engine --------------------------------------------------------------------------------------------------
 
 
 def test_real_ocr_reads_what_is_written(real, written):
@@ -379,7 +380,7 @@ def test_real_ocr_rows_do_not_depend_on_their_neighbours(real, written):
 
 
 def test_the_networks_outputs_are_equal_to_the_bit(monkeypatch, written):
-    """Not only the text: what the network says about a picture does not depend on how many others there are, or where it stands."""
+    """Not only the text: what the network says of a picture depends neither on the other pictures nor on its place."""
     from rapidocr.inference_engine.onnxruntime.main import OrtInferSession
 
     outputs: dict[bytes, np.ndarray] = {}

@@ -126,7 +126,7 @@ def test_settings_are_json():
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_gets_the_runs_trained_steps_and_radius(name):
-    trained = {"art_flash": "noisiest:2"}.get(name, "random:2/3")
+    trained = "random:2/3"
     algorithm = make_algorithm(Settings(algorithm=name, trained_steps=trained, radius=0.5, steps=5))
     kept = []
     plain = algorithm.objective
@@ -137,15 +137,10 @@ def test_every_algorithm_gets_the_runs_trained_steps_and_radius(name):
         return loss, keep, metrics
 
     _, rows = toy_run(algorithm=algorithm._replace(objective=objective), iterations=1)
-    assert set(kept) == {(2, 2) if name == "art_flash" else (3, 2)}
+    assert set(kept) == {(3, 2)}  # kept steps, trained steps per sample
     assert rows[0]["masked_fraction"] == 0  # at this radius; at the default one it is not
     small = make_algorithm(Settings(algorithm=name, trained_steps=trained, steps=5))
     assert toy_run(algorithm=small, iterations=1)[1][0]["masked_fraction"] > 0
-
-
-def test_flash_takes_random_steps_among_the_noisiest():
-    algorithm = make_algorithm(Settings(algorithm="art_flash", trained_steps="random:1/4", steps=5))
-    assert toy_run(algorithm=algorithm, iterations=1)[1][0]["loss/update_1"] == pytest.approx(1)
 
 
 def test_rewards_by_name_and_by_module():

@@ -91,8 +91,8 @@ def render(text: str, *, font: str = FONTS[0], size: int = SIZES[-1], offset: tu
     x = (WIDTH - (right - left)) // 2 + across
     if y < 0 or x < 0 or y + bottom - top > HEIGHT or x + right - left > WIDTH:
         raise ValueError(
-            f"text={text!r} in font={font!r}, size={size}, offset={offset} has a box of {bottom - top} x {right - left}
-            pixels" f" at row {y}, column {x}: outside the picture of {HEIGHT} x {WIDTH}"
+            f"text={text!r} in font={font!r}, size={size}, offset={offset} has a box of {bottom - top} x {right - left}"
+            f" pixels at row {y}, column {x}: outside the picture of {HEIGHT} x {WIDTH}"
         )
     image = Image.new("L", (WIDTH, HEIGHT), 255)
     ImageDraw.Draw(image).text((x - left, y - top), text, font=face, fill=0)
@@ -194,8 +194,8 @@ def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int =
     """
     if len(prompts) != len(seeds) or isinstance(prompts, str) or steps < 1:
         raise ValueError(
-            f"generate needs one seed per prompt and steps >= 1, got {len(prompts)} prompts, {len(seeds)} seeds,
-            steps={steps}"
+            f"generate needs one seed per prompt and steps >= 1, got {len(prompts)} prompts, {len(seeds)} seeds,"
+            f" steps={steps}"
         )
     channels, scale = pipe.transformer.config.in_channels, pipe.vae_scale_factor
     shape = (1, channels, HEIGHT // scale, WIDTH // scale)

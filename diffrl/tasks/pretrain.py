@@ -1,10 +1,11 @@
 """How the shipped digits pipeline was made: `python -m diffrl.tasks.pretrain FOLDER`.
 
 1. A small VAE learns the training pictures (`diffrl.tasks.digits.training_pictures`).
-2. The transformer and its two text encoders learn flow matching on the VAE's latents: x_t = (1 - t) x_0 + t eps, v =
-eps - x_0. 3. Part of the prompts is wrong on purpose (`mislabel`), as captions from the web are, and training stops
-early. The model draws
-   digits well, and those it was asked for about every second time: that leaves reinforcement learning something to do.
+2. The transformer and its two text encoders learn flow matching on the VAE's latents: x_t = (1 - t) x_0 + t eps,
+   v = eps - x_0.
+3. Part of the prompts is wrong on purpose (`mislabel`), as captions from the web are, and training stops early. The
+   model draws digits well, and those it was asked for about every second time: that leaves reinforcement learning
+   something to do.
 
 Weights are saved in half precision.
 """
@@ -198,8 +199,8 @@ def flow_matching_loss(pipe, x_0: Tensor, rows: Tensor, noise: Tensor, t: Tensor
     v = pipe.transformer(
         hidden_states=x_t,
         timestep=1000 * t,
-        encoder_hidden_states=embeds[rows],
-        pooled_projections=pooled[rows],
+        encoder_hidden_states=embeds.index_select(0, rows),
+        pooled_projections=pooled.index_select(0, rows),
         return_dict=False,
     )[0]
     return F.mse_loss(v, noise - x_0)
