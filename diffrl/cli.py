@@ -135,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "diffrl"
     try:
         options = make_parser().parse_args(words)
+        sys.path.insert(0, str(Path.cwd()))  # where --reward MODULE:FUNCTION looks first, as with `python -m`
         name = f"diffrl {options.command}"
         return {"train": _train, "doctor": _doctor, "pretrain": _pretrain}[options.command](options, words)
     except (ValueError, ImportError, OSError) as error:

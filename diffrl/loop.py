@@ -178,6 +178,8 @@ def update(
     """
     optimizer.zero_grad(set_to_none=True)
     n = len(window.rewards)
+    if n == 0:
+        raise ValueError("an update's window is empty: split must give every update some rows")
     totals: dict[str, float] = {"loss": 0.0}
     with torch.enable_grad():
         for rows in torch.arange(n).split(micro_batch or max(n, 1)):
@@ -293,7 +295,7 @@ def diagnose(
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
 
     Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
-    equal the rollout (rms drift of v below `tolerance` rms(v), ratio 1 where steps have densities); do gradients reach
+    equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     """
@@ -317,7 +319,7 @@ def diagnose(
         checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
         window = window_of(batch, credit, torch.arange(batch.rewards.numel()))
         checks.append(_replay(model, window, tolerance))
-        checks.append(_gradients(model, algorithm, window))
+        checks.extend(_gradients(model, algorithm, window, tolerance))
         for _ in range(iterations):
             next(training)
         after, _ = collect()
@@ -358,22 +360,25 @@ def _replay(model: Any, window: Window, tolerance: float) -> Check:
     return Check("replay equals rollout", drift <= tolerance, f"relative drift of v {drift:.2e} at {len(gaps)} steps")
 
 
-def _gradients(model: Any, algorithm: Algorithm, window: Window) -> Check:
+def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: float) -> list[Check]:
     tensors = [*model.params.values(), *([] if model.module is None else model.module.parameters())]
     for p in tensors:
         p.grad = None
     with torch.enable_grad():
-        loss, keep, _ = algorithm.objective(model.velocity, model.params, window)
+        loss, keep, metrics = algorithm.objective(model.velocity, model.params, window)
         masked_mean(loss, keep).backward()
+    ratio = metrics.get("ratio_deviation")
+    ratios = [] if ratio is None else [Check("ratio is 1", ratio <= tolerance, f"mean |ratio - 1| {ratio:.2e}")]
     reached = [name for name, p in model.params.items() if p.grad is not None and bool((p.grad != 0).any())]
     ours = {id(p) for p in model.params.values()}
     others = [] if model.module is None else [n for n, p in model.module.named_parameters() if id(p) not in ours]
     stray = [n for n in others if model.module.get_parameter(n).grad is not None]
     detail = f"{len(reached)} of {len(model.params)} trained tensors, {len(stray)} others {stray[:3] or ''}".rstrip()
     if not bool(keep.any()):
-        return Check("gradients reach the adapter", None, "every state was dropped: no group is alive")
+        return [*ratios, Check("gradients reach the adapter", None, "every state was dropped: no group is alive")]
     # In a fresh LoRA half of the tensors have gradient 0 (the other factor is 0), and a last block may not use them all.
-    return Check("gradients reach the adapter", 4 * len(reached) >= len(model.params) and not stray, detail)
+    enough = 4 * len(reached) >= len(model.params)
+    return [*ratios, Check("gradients reach the adapter", enough and not stray, detail)]
 
 
 def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterations: int) -> Check:

@@ -100,8 +100,7 @@ def exact_match(
     values = []
     for reading, prompt in zip(readings, prompts):
         wanted = _plain(target(prompt) or "")
-        missing = reading is None or not wanted
-        values.append(float("nan") if missing else float(_plain(reading) == wanted))
+        values.append(float("nan") if reading is None or not wanted else float(_plain(reading) == wanted))
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -143,7 +142,7 @@ class TextReward(NamedTuple):
             return [self._read_one(picture) for picture in pictures]
 
     def _engine(self, pictures: np.ndarray) -> list[str | None]:
-        texts = list(self.engine(pictures))
+        texts: list[str | None] = list(self.engine(pictures))
         if len(texts) != len(pictures):
             raise ValueError(f"ocr: the engine gave {len(texts)} texts for {len(pictures)} pictures")
         return texts

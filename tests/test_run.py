@@ -353,6 +353,8 @@ def test_a_folder_that_exists_is_refused_and_left_alone(toy, tmp_path):
                 run(tmp_path / name, TOY, overwrite=overwrite, pictures=False)
             with pytest.raises(ValueError, match="--output"):
                 refuse_folder(tmp_path / name, overwrite=overwrite)
+            with pytest.raises(ValueError, match="--output"):  # also where it appeared while the model was loading
+                prepare_folder(tmp_path / name, TOY, overwrite=overwrite)
     assert not toy.built  # refused before a model is loaded
     assert (tmp_path / "mine" / "notes.txt").read_text() == "dear diary"
     assert (tmp_path / "file").read_text() == "text"

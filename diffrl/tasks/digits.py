@@ -216,7 +216,7 @@ def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int =
 
 
 def base_exact_match(
-    pipe, read: Callable[[Tensor], Sequence[str]], *, seeds_per_prompt: int = 4, steps: int = STEPS
+    pipe, read: Callable[[Tensor], Sequence[str | None]], *, seeds_per_prompt: int = 4, steps: int = STEPS
 ) -> float:
     """Fraction of pictures read as exactly the number asked for, over all hundred prompts and seeds 0 ... 100 k - 1 (k
     per prompt).

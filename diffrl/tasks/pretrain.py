@@ -14,6 +14,7 @@ import copy
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ def _bar(steps: int, name: str):
     return tqdm(range(steps), desc=name, mininterval=1.0)
 
 
-def train_vae(vae: nn.Module, pixels: Tensor, *, steps: int, generator: torch.Generator) -> None:
+def train_vae(vae: Any, pixels: Tensor, *, steps: int, generator: torch.Generator) -> None:
     """Squared error plus 1e-4 times the KL to a unit normal, per picture; then the latents' mean and deviation go into
     the config.
 
@@ -169,7 +170,7 @@ def train_vae(vae: nn.Module, pixels: Tensor, *, steps: int, generator: torch.Ge
 
 
 @torch.no_grad()
-def encode_pictures(vae: nn.Module, pixels: Tensor) -> Tensor:
+def encode_pictures(vae: Any, pixels: Tensor) -> Tensor:
     """Posterior means, unscaled: Float " b c h/4 w/4"."""
     return torch.cat([vae.encode(part).latent_dist.mean for part in pixels.split(256)])
 
@@ -258,7 +259,8 @@ def train_flow(
     )
     averaged.set_progress_bar_config(disable=True)
     optimizer = torch.optim.AdamW(live.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    source, target = list(live.parameters()), list(average.parameters())
+    source: list[Tensor] = list(live.parameters())
+    target: list[Tensor] = list(average.parameters())
     for i in _bar(steps, "flow"):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (i + 1) / WARMUP)
