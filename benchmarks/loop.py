@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from diffrl.loop import train
 from diffrl.sampling import seeded_noise
-from diffrl.settings import Settings, build
+from diffrl.settings import Settings, build, parse_trained_steps
 from diffrl.windows import encode
 
 
@@ -53,7 +53,9 @@ def main() -> None:
     s = Settings(threads=options.threads)
     torch.set_num_threads(s.threads)
     bench = build(s)
-    trained = {"random:3/4": 3}[s.trained_steps]
+    candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
+    trained = per_sample or len(candidates(s.steps))
+    bench.model.encode(bench.prompts)  # each text is encoded once in a run, not once an iteration
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate)
     iterations = train(
         bench.model,

@@ -14,7 +14,7 @@ from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffrl.checks import require_count, require_number
+from diffrl.checks import column, require_count, require_number, shapes
 from diffrl.guidance import aggregate_direction, guided_velocity, pair_labels
 from diffrl.losses import velocity_matching
 from diffrl.sampling import euler_step, flow_sde_step, latent_mean, rollout, seeded_noise
@@ -100,6 +100,9 @@ def collect_rollout(*, step: Step | Sequence[Step] = euler_step, trained_steps: 
     def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
         if not isinstance(velocity, Gridded):
             raise ValueError(f"collect needs a types.Gridded velocity (with times, steps, shape), got {velocity!r}")
+        kept = trained_steps(velocity.steps)
+        if not len(kept):
+            raise ValueError(f"trained_steps names none of the {velocity.steps} steps: nothing would be trained")
         g, k = seeds.shape
         rows = torch.arange(g, device=seeds.device).repeat_interleave(k)
         trajectory = rollout(
@@ -110,7 +113,7 @@ def collect_rollout(*, step: Step | Sequence[Step] = euler_step, trained_steps: 
             seeds=rearrange(seeds, "g k -> (g k)"),
             shape=velocity.shape,
             step=step,
-            keep=trained_steps(velocity.steps),
+            keep=kept,
         )
         rewards = score(trajectory.x_0, rows)
         return Batch(trajectory, rearrange(rewards, "(g k) -> g k", k=k), cond)
@@ -158,10 +161,14 @@ def covariance_credit(
     """credit: {"direction": G of the sample's prompt " b *d", "alive": Bool " b"}, from labels " g k" (nan: no reward).
 
     alive is False for samples of dead groups; "has_reward" False for samples without a label: neither is trained on.
+    ValueError: labels of another shape than the rewards.
     """
 
     def credit(batch: Batch) -> dict[str, Tensor]:
         values = labels(batch)
+        if tuple(values.shape) != tuple(batch.rewards.shape):  # another grouping would mix prompts
+            raise ValueError(f"labels must have the rewards' shape: {shapes(labels=values, rewards=batch.rewards)}")
+        values = values if values.is_floating_point() else values.float()  # counts and wins are numbers
         g, k = values.shape
         x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g)
         direction = aggregate_direction(values, x_0, scale=scale, rms_axes=rms_axes)
@@ -238,31 +245,48 @@ def guided_regression(
 ) -> Callable[[Velocity, Params, Window], tuple[Tensor, Tensor, Metrics]]:
     """ART's objective: velocity_matching(v, v_old - G), kept where the KL proxy is inside `radius` or the force inward.
 
-    Metrics: masked_fraction (of the states of live samples), kl_proxy and drift_rms = rms(v - v_old) (all states).
+    Of the credit it reads "direction", and "alive" and "has_reward" where they are given; else those are: direction not
+    exactly 0, reward finite. Latents of a sample without reward may be nan. radius inf: no trust region.
+    Metrics: masked_fraction (of the states of live samples), kl_proxy and drift_rms = rms(v - v_old) (all finite states).
     """
-    radius = require_number("radius", radius, low=0)
+    radius = require_number("radius", radius, low=0, infinite=True)
+    if steps_per_sample is not None:
+        require_count("steps_per_sample", steps_per_sample)
     if dead not in ("drop", "restore"):
         raise ValueError(f"dead must be 'drop' (weight 0) or 'restore' (target v_old), got {dead!r}")
 
     def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
-        s = window_states(window, steps_per_sample=steps_per_sample)
+        rewarded, alive = _trainable(window)
+        s, usable = _finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
         target = guided_velocity(s.v_old, window.credit["direction"].to(s.v_old)[s.rows])
         v = velocity(params, s.x_t, s.t, s.cond)
         kl = kl_proxy(v.detach(), s.v_old, s.t, s.t_next, step=reference_kernel)
         inside = keep_inside(v, s.v_old, mask_force(v.detach(), s.v_old, target), kl, radius=radius)
-        trained = (
-            window.credit["has_reward"] if dead == "restore" else window.credit["has_reward"] & window.credit["alive"]
-        )
-        trained = trained[s.rows]
+        trained = (rewarded if dead == "restore" else rewarded & alive)[s.rows]
         drift = latent_mean((v.detach() - s.v_old.detach()) ** 2)
         metrics = {
             "masked_fraction": _share(~inside, trained),
-            "kl_proxy": float(kl.mean()),
-            "drift_rms": float(drift.mean().sqrt()),
+            "kl_proxy": float(kl[usable].mean()),
+            "drift_rms": float(drift[usable].mean().sqrt()),
         }
         return velocity_matching(v, target), inside & trained, metrics
 
     return objective
+
+
+def _trainable(window: Window) -> tuple[Bool[Tensor, " b"], Bool[Tensor, " b"]]:
+    """(has_reward, alive) of the credit; a credit of one's own may give the direction alone."""
+    credit, b = window.credit, len(window.rewards)
+    rewarded = credit.get("has_reward", torch.isfinite(window.rewards))
+    return rewarded, credit["alive"] if "alive" in credit else (credit["direction"] != 0).reshape(b, -1).any(1)
+
+
+def _finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool[Tensor, " w"]]:
+    """(states, which of them hold numbers): those of samples without reward that do not become 0, since nan times a
+    gradient of 0 is nan."""
+    usable = rewarded[s.rows] | (torch.isfinite(s.x_t) & torch.isfinite(s.v_old)).reshape(len(s.rows), -1).all(1)
+    x_t, v_old = (torch.where(column(usable, x), x, 0.0) for x in (s.x_t, s.v_old))
+    return s._replace(x_t=x_t, v_old=v_old), usable
 
 
 def _share(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> float:

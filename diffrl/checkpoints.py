@@ -47,10 +47,12 @@ def save_checkpoint(
     """Write a checkpoint into `folder` (made if missing) and drop the one it replaces; returns checkpoint.json's path.
 
     iteration: the next one to run. behaviour: None, or the live mapping itself, means the live params. Changes nothing
-    but the folder: no generator, parameter or optimizer state is touched. settings must be JSON. ValueError: iteration < 0.
+    but the folder: no generator, parameter or optimizer state is touched. ValueError, nothing written: iteration < 0,
+    behaviour of other names or shapes, settings or optimizer options that are not JSON.
     """
     folder, iteration = Path(folder), require_count("iteration", iteration, low=0)
-    folder.mkdir(parents=True, exist_ok=True)
+    if behaviour is not None:
+        require_same_keys(params=params, behaviour=behaviour)
     tensors = {f"params.{name}": p for name, p in params.items()}
     if behaviour is not None and any(behaviour[name] is not p for name, p in params.items()):
         tensors |= {f"behaviour.{name}": p for name, p in behaviour.items()}
@@ -62,27 +64,23 @@ def save_checkpoint(
                 tensors[f"optimizer.{index}.{name}"] = value
             else:
                 plain.setdefault(str(index), {})[name] = value
+    try:
+        json.dumps([dict(settings or {}), state["param_groups"], plain])
+    except TypeError as error:
+        raise ValueError(f"settings and optimizer options must be JSON: {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
     tensors["rng.torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors |= {f"rng.cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
 
-    temporary = folder / ".state.safetensors.tmp"
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, temporary)
-    digest = _sync_and_digest(temporary)
-    name = f"state-{iteration:06d}-{digest[:12]}.safetensors"  # never over the file that the pointer still names
-    os.replace(temporary, folder / name)
-    version, words, gauss = random.getstate()
-    legacy: Any = np.random.get_state(legacy=True)
+    name, digest = _write_tensors(folder, iteration, tensors)
     record = {
         "format": FORMAT,
         "iteration": iteration,
         "state": name,
         "sha256": digest,
         "optimizer": {"param_groups": state["param_groups"], "plain": plain},
-        "rng": {
-            "python": [version, list(words), gauss],
-            "numpy": [legacy[0], legacy[1].tolist(), *[v.item() if hasattr(v, "item") else v for v in legacy[2:]]],
-        },
+        "rng": _generators(),
         "settings": dict(settings or {}),
     }
     pointer = folder / "checkpoint.json"
@@ -94,6 +92,30 @@ def save_checkpoint(
         if old.name != name:
             old.unlink(missing_ok=True)
     return pointer
+
+
+def _generators() -> dict[str, list]:
+    """The states of Python's and numpy's global generators, as JSON has them."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [legacy[0], legacy[1].tolist(), *[v.item() if hasattr(v, "item") else v for v in legacy[2:]]],
+    }
+
+
+def _write_tensors(folder: Path, iteration: int, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    """(file name, digest) of the tensors, written whole or not at all. OSError: the folder cannot be written."""
+    temporary = folder / ".state.safetensors.tmp"
+    try:
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, temporary)
+    except SafetensorError as error:  # how it reports a full disk
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{folder} cannot be written: {error}") from None
+    digest = _sync_and_digest(temporary)
+    name = f"state-{iteration:06d}-{digest[:12]}.safetensors"  # never over the file that the pointer still names
+    os.replace(temporary, folder / name)
+    return name, digest
 
 
 def _sync_and_digest(path: Path) -> str:
@@ -111,7 +133,10 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
         record = json.loads(pointer.read_text())
         known = record["format"] == FORMAT
         state, digest = Path(folder) / record["state"], record["sha256"]
-        absent = [name for name in ("optimizer", "rng", "iteration", "settings") if name not in record]
+        kinds = {"optimizer": dict, "rng": dict, "iteration": int, "settings": dict}
+        absent = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
+        if not absent:
+            absent = [f"optimizer.{name}" for name in ("plain", "param_groups") if name not in record["optimizer"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{pointer} is not a diffrl checkpoint ({type(error).__name__}: {error})") from None
     if not known:
@@ -151,9 +176,23 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def restore_checkpoint(checkpoint: Checkpoint, *, params: Params, optimizer: torch.optim.Optimizer) -> Params | None:
     """Load values into the live params and the optimizer in place, and set the global generators; returns the behaviour
-    params on the params' devices, None where they are the live ones. ValueError: names or shapes that differ.
+    params on the params' devices, None where they are the live ones. ValueError, nothing changed: names or shapes that
+    differ, an optimizer of another kind or with other parameter groups.
     """
     require_same_keys(checkpoint=checkpoint.params, model=params)
+    saved, groups = checkpoint.optimizer["param_groups"], optimizer.state_dict()["param_groups"]
+    if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {[len(g['params']) for g in saved]} tensors, "
+            f"this one of {[len(g['params']) for g in groups]}"
+        )
+    options = (
+        {name for g in groups for name in g} - {name for g in saved for name in g} - {"initial_lr"}
+    )  # a scheduler's
+    if options:
+        raise ValueError(
+            f"the checkpoint is of another optimizer: it has no {sorted(options)} for {type(optimizer).__name__}"
+        )
     with torch.no_grad():
         for name, p in params.items():
             p.copy_(checkpoint.params[name])

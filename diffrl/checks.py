@@ -2,6 +2,7 @@
 prints names, shapes and values; arithmetic is float32 or better."""
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,22 +52,40 @@ def require_batch(**tensors: Tensor) -> int:
     return x.shape[0]
 
 
-def require_number(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False) -> float:
-    """The finite number in [low, high] (or (low, high]), else ValueError printing name, range and value."""
+def require_cond(cond: Any, b: int) -> None:
+    """ValueError unless `cond` is a mapping of tensors with leading axis b."""
+    if not isinstance(cond, Mapping):
+        raise ValueError(f"cond must be a mapping of tensors by name, got {cond!r}")
+    for name, value in cond.items():
+        if not isinstance(value, Tensor) or value.ndim < 1 or value.shape[0] != b:
+            got = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
+            raise ValueError(f"cond[{name!r}] must have leading axis {b}, got {got}")
+
+
+def require_number(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, infinite=False
+) -> float:
+    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], got {value!r}")
+    finite = math.isfinite(number) or (infinite and number == math.inf)
+    if not finite or number < low or number > high or (open_low and number == low):
+        left, right = "(" if open_low or low == -math.inf else "[", "]" if infinite or high < math.inf else ")"
+        raise ValueError(f"{name} must be in {left}{low}, {high}{right}, got {value!r}")
     return number
 
 
 def require_count(name: str, value: Any, *, low: int = 1) -> int:
     """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < low:
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
-    return value.__index__()
+    return count
 
 
 def promote(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ arithmetic are the pipeline's own methods, called, never rewritten.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,6 +86,21 @@ def checked_length(pipe: Any, family: Family, length: int | None) -> int:
     if family.longest is not None and length > family.longest:
         raise ValueError(f"max_sequence_length must be at most {family.longest} for this pipeline, got {length}")
     return length
+
+
+def scheduler_shift(pipe: Any, tokens: int) -> float:
+    """s of t <- s t / (1 + (s - 1) t) as the pipeline's scheduler applies it to a sequence of `tokens`."""
+    scheduler, config = pipe.scheduler, pipe.scheduler.config
+    if config.get("use_dynamic_shifting"):
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+        mu = start + (end - start) * (tokens - low) / (high - low)
+        return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+    own = scheduler.shift if hasattr(type(scheduler), "shift") else config.get("shift")  # follows set_shift()
+    shift = config.get("flow_shift", own)
+    if shift is None:
+        raise ValueError(f"{type(scheduler).__name__} has no flow shift; give shift=")
+    return shift
 
 
 # Stable Diffusion 3, 3.5

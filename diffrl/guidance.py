@@ -83,7 +83,8 @@ def group_advantages(
     scale: Tensor | float = 1.0
     if spread is not no_spread:
         scale = torch.as_tensor(spread(values), dtype=values.dtype, device=values.device)
-        if scale.ndim and (scale.shape[-1] != 1 or scale.numel() not in (1, len(values))):  # (g,) would meet axis k
+        shape = tuple(scale.shape)  # (g,) would meet axis k
+        if len(shape) > 2 or shape[-1:] not in ((), (1,)) or shape[:-1] not in ((), (1,), (len(values),)):
             raise ValueError(
                 f"spread must return something that broadcasts to ({len(values)}, 1), got {shapes(spread=scale)}"
             )

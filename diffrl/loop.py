@@ -64,7 +64,7 @@ def train(
     steps: int,
     seed: int,
     prompts_per_iteration: int | None = None,
-    images: Sequence[Any] | None = None,
+    images: Sequence[Any] | Tensor | None = None,
     grad_clip: float | None = 1.0,
     start: int = 0,
     behaviour: Params | None = None,
@@ -91,10 +91,12 @@ def train(
     steps, start = require_count("steps", steps), require_count("start", start, low=0)
     seed = require_count("seed", seed, low=0)
     if grad_clip is not None:
-        grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True)
+        grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
     g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
     if g > len(prompts):
         raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
+    if not hasattr(algorithm, "updates"):
+        raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
     if require_count("updates", algorithm.updates) > group_size:
         raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
     if algorithm.pool is not None and algorithm.pool < group_size:
@@ -115,7 +117,7 @@ class _Plan(NamedTuple):
     """What every iteration of one `train` call shares."""
 
     prompts: Sequence[str]
-    images: Sequence[Any] | None
+    images: Sequence[Any] | Tensor | None
     g: int
     k: int
     seed: int
@@ -133,7 +135,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             before_iteration(optimizer)
         chosen = prompts_of_iteration(plan.seed, i, len(plan.prompts), plan.g)
         texts = [plan.prompts[p] for p in chosen]
-        cond = encode(model, texts, plan.images and [plan.images[p] for p in chosen])
+        cond = encode(model, texts, None if plan.images is None else [plan.images[p] for p in chosen])
         seeds = sample_seeds(plan.seed, i, chosen, algorithm.pool or plan.k).to(device)
         score = Score(model.decode, reward, texts)
 
@@ -177,6 +179,8 @@ def update(
     window's. ValueError: a gradient that is not finite (nothing is stepped then).
     """
     optimizer.zero_grad(set_to_none=True)
+    for p in model.params.values():  # also of those that this optimizer does not step: they are in the norm
+        p.grad = None
     n = len(window.rewards)
     if n == 0:
         raise ValueError("an update's window is empty: split must give every update some rows")
@@ -186,9 +190,13 @@ def update(
             part = window if len(rows) == n else select_rows(window, rows)
             loss, keep, metrics = objective(model.velocity, model.params, part)
             value = masked_mean(loss, keep) * (len(rows) / n)
+            if not value.requires_grad:
+                raise ValueError(
+                    "the loss has no gradient: velocity or objective detaches it, or model.params do not require grad"
+                )
             value.backward()
             for name, number in {
-                **{k: v * len(rows) / n for k, v in metrics.items()},
+                **{k: float(v) * len(rows) / n for k, v in metrics.items()},
                 "loss": float(value.detach()),
             }.items():
                 totals[name] = totals.get(name, 0.0) + number
@@ -218,20 +226,24 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 # ---- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | None) -> list[str]:
-    if isinstance(prompts, str) or not len(prompts):
+def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | None) -> list[str]:
+    indexed = hasattr(prompts, "__getitem__") and not isinstance(prompts, str | Mapping)  # a set has no order to repeat
+    if not indexed or not len(prompts):
         raise ValueError(f"prompts must be a non-empty sequence of strings, got {prompts!r}")
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or not prompt.strip():
             raise ValueError(f"prompts[{i}] must be a non-empty string, got {prompt!r}")
-    if images is not None and len(images) != len(prompts):
-        raise ValueError(f"images must be one per prompt: {len(images)} images, {len(prompts)} prompts")
+    if images is not None and (not hasattr(images, "__len__") or len(images) != len(prompts)):
+        got = f"{len(images)} images" if hasattr(images, "__len__") else repr(images)
+        raise ValueError(f"images must be one per prompt: {got}, {len(prompts)} prompts")
     return list(prompts)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
     if not params:
         raise ValueError("model.params is empty: nothing to train")
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     ours = {id(p) for p in params.values()}
     if not stepped & ours or stepped - ours:
@@ -361,7 +373,8 @@ def _replay(model: Any, window: Window, tolerance: float) -> Check:
 
 
 def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: float) -> list[Check]:
-    tensors = [*model.params.values(), *([] if model.module is None else model.module.parameters())]
+    module = getattr(model, "module", None)  # a toy model is six functions
+    tensors = [*model.params.values(), *([] if module is None else module.parameters())]
     for p in tensors:
         p.grad = None
     with torch.enable_grad():
@@ -371,8 +384,8 @@ def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: floa
     ratios = [] if ratio is None else [Check("ratio is 1", ratio <= tolerance, f"mean |ratio - 1| {ratio:.2e}")]
     reached = [name for name, p in model.params.items() if p.grad is not None and bool((p.grad != 0).any())]
     ours = {id(p) for p in model.params.values()}
-    others = [] if model.module is None else [n for n, p in model.module.named_parameters() if id(p) not in ours]
-    stray = [n for n in others if model.module.get_parameter(n).grad is not None]
+    others = [] if module is None else [(n, p) for n, p in module.named_parameters() if id(p) not in ours]
+    stray = [n for n, p in others if p.grad is not None]
     detail = f"{len(reached)} of {len(model.params)} trained tensors, {len(stray)} others {stray[:3] or ''}".rstrip()
     if not bool(keep.any()):
         return [*ratios, Check("gradients reach the adapter", None, "every state was dropped: no group is alive")]
@@ -387,9 +400,12 @@ def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterat
     mean, error = float(change.mean()), float(change.std() / max(len(change), 1) ** 0.5)
     detail = f"reward {mean:+.4f} +- {error:.4f} after {iterations} iterations on the same seeds"
     passed = mean >= -2 * error
-    if "direction" in credit and bool(credit["alive"].any()):
-        moved = (after.trajectory.x_0 - before.trajectory.x_0)[credit["alive"]].flatten(1)
-        along = torch.nn.functional.cosine_similarity(moved, credit["direction"][credit["alive"]].flatten(1)).mean()
+    b = len(before.trajectory.x_0)
+    direction = credit["direction"].reshape(b, -1) if "direction" in credit else torch.zeros(b, 1)
+    alive = (direction != 0).any(1)
+    if bool(alive.any()):
+        moved = (after.trajectory.x_0 - before.trajectory.x_0).reshape(b, -1)
+        along = torch.nn.functional.cosine_similarity(moved[alive], direction[alive]).mean()
         detail += f"; samples moved along the direction, cosine {float(along):+.3f}"
         passed = passed and float(along) > 0
     return Check("the reward goes up", passed, detail)

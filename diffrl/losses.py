@@ -144,7 +144,8 @@ def masked_mean(values: Float[Tensor, " b"], keep: Bool[Tensor, " b"] | Num[Tens
     >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
     tensor(1.3333)
     """
-    if values.ndim != 1 or keep.shape != values.shape:
+    tensors = isinstance(values, Tensor) and isinstance(keep, Tensor)
+    if not tensors or values.ndim != 1 or keep.shape != values.shape:
         raise ValueError(f"values and keep must both be (b,): {shapes(values=values, keep=keep)}")
     (values,) = promote(values)
     weight = keep.detach().to(values.dtype)

@@ -20,7 +20,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from diffrl.checks import require_count, require_number, require_same_keys, time_rows
-from diffrl.families import FAMILIES, Family, Size, checked_length, checked_size
+from diffrl.families import FAMILIES, Family, Size, checked_length, checked_size, scheduler_shift
 from diffrl.sampling import time_grid
 from diffrl.types import Cond, Params, Velocity
 
@@ -52,6 +52,8 @@ class Model(NamedTuple):
     export: Callable[..., Path] | None = None
     rebind: "Callable[[nn.Module], Model] | None" = None
 
+
+DECODED_TOGETHER, SMALL_PIXELS = 16, 2**15
 
 # the public function
 
@@ -117,7 +119,7 @@ def from_pipeline(
     if not isinstance(negative_prompt, str):
         raise ValueError(f"negative_prompt must be a str, got {negative_prompt!r}")
     if shift is None:
-        shift = _scheduler_shift(pipe, family.tokens(pipe, shape))
+        shift = scheduler_shift(pipe, family.tokens(pipe, shape))
     shift = require_number("shift", shift, low=0.0, open_low=True)
     length = checked_length(pipe, family, max_sequence_length)
     if gradient_checkpointing and not getattr(pipe.transformer, "_supports_gradient_checkpointing", False):
@@ -181,8 +183,9 @@ def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
     def once(params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         # float32 up to the network, which casts its sinusoids itself: in bf16 neighbouring times would coincide
         timestep = family.timestep_scale * t
-        x = x_t.to(module.device, module.dtype)
-        cond = {name: value.to(module.device) for name, value in cond.items()}
+        device, dtype = _place(module, live)
+        x = x_t.to(device, dtype)
+        cond = {name: value.to(device) for name, value in cond.items()}
         predict = partial(family.predict, pipe=setup.pipe, size=setup.size, x=x, timestep=timestep, cond=cond)
         if all(params[name] is live[name] for name in live):
             v = predict(module)
@@ -208,10 +211,19 @@ def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
             module.eval()
         if not setup.guided:  # twins of a guided model's cond mean nothing to this one
             cond = {name: value for name, value in cond.items() if not name.startswith("uncond.")}
-        t = time_rows("t", t, torch.empty(len(x_t), device=module.device, dtype=torch.float32))
+        device, _ = _place(module, live)
+        t = time_rows("t", t, torch.empty(len(x_t), device=device, dtype=torch.float32))
         return guided(params, x_t, t, cond)
 
     return velocity
+
+
+def _place(module: nn.Module, live: Params) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the first tensor that is not trained, i.e. of the base weights (diffusers' own look-ups walk
+    the whole module, which a small model's every call would feel)."""
+    first = next((p for name, p in module.named_parameters() if name not in live and p.is_floating_point()), None)
+    first = next(iter(module.parameters())) if first is None else first
+    return first.device, first.dtype
 
 
 def _require_latents(setup: _Setup, **latents: Tensor) -> None:
@@ -234,6 +246,7 @@ def _encode(
     a text encoder was taken out of the pipeline.
     """
     family, module = setup.family, setup.pipe.transformer
+    device, dtype = module.device, module.dtype
     texts = [] if isinstance(prompts, str) else list(prompts)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"prompts must be a non-empty sequence of str, got {prompts!r}")
@@ -245,7 +258,7 @@ def _encode(
     def once(key: tuple, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         if key not in cache:
             with torch.no_grad():
-                rows = {n: x[0].to(module.dtype) if x.is_floating_point() else x[0] for n, x in compute().items()}
+                rows = {n: x[0].to(dtype) if x.is_floating_point() else x[0] for n, x in compute().items()}
             cache[key] = {n: x.detach().to("cpu", copy=True) for n, x in rows.items()}
         return cache[key]
 
@@ -260,9 +273,9 @@ def _encode(
         negative = text(family.encode_negative or family.encode, setup.negative)
         for row in rows:
             row.update({f"uncond.{name}": negative[name] for name in family.twins})
-    cond = {name: torch.stack([row[name] for row in rows]).to(module.device) for name in rows[0]}
+    cond = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
     if unit := family.guidance_unit(setup.pipe):
-        cond["guidance"] = torch.full((len(texts),), setup.scale * unit, device=module.device, dtype=torch.float32)
+        cond["guidance"] = torch.full((len(texts),), setup.scale * unit, device=device, dtype=torch.float32)
     return cond
 
 
@@ -282,8 +295,10 @@ def _digest(image: Any) -> str:
 
 
 def _decode(setup: _Setup, latents: Float[Tensor, "..."]) -> UInt8[Tensor, " b *pixels"]:
-    """round(255 clamp(x/2 + 1/2)) of the VAE's output, one sample at a time: the pixels of the pipeline's PIL images.
+    """round(255 clamp(x/2 + 1/2)) of the VAE's output: the pixels of the pipeline's PIL images.
 
+    One sample at a time; pictures below 128 x 256 pixels in padded calls of one fixed size, where convolutions of a
+    single small picture would take several times as long. Either way a row does not depend on its neighbours.
     latents " b *d" -> UInt8 " b h w 3" or " b f h w 3" on the CPU; the VAE may lie on any device. A sample whose
     latents are not finite is black, and so is a pixel the VAE makes nan. ValueError: latents of another shape.
     """
@@ -291,12 +306,14 @@ def _decode(setup: _Setup, latents: Float[Tensor, "..."]) -> UInt8[Tensor, " b *
     vae, size = setup.pipe.vae, setup.size
     frames = () if size.frames is None else (size.frames,)
     out = torch.zeros(len(latents), *frames, size.height, size.width, 3, dtype=torch.uint8)
-    for row, x in zip(out, latents.detach()):
-        if not bool(torch.isfinite(x).all()):
-            continue
+    rows = torch.isfinite(latents.detach()).flatten(1).all(1).nonzero().flatten()
+    together = max(1, min(DECODED_TOGETHER, SMALL_PIXELS // (size.height * size.width * (size.frames or 1))))
+    for part in rows.split(together) if len(rows) else ():
+        padded = torch.cat([part, part[-1:].expand(together - len(part))])
         with torch.no_grad():
-            pixels = setup.family.decode(setup.pipe, size, x[None].to(vae.device, vae.dtype))[0]
-        row.copy_((255 * torch.as_tensor(pixels).float().nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)).round())
+            pixels = setup.family.decode(setup.pipe, size, latents[padded].to(vae.device, vae.dtype))[: len(part)]
+        pixels = torch.as_tensor(pixels).float().nan_to_num(0.0, 0.0, 0.0).clamp(0, 1)
+        out[part.cpu()] = (255 * pixels).round().to(torch.uint8)
     return out
 
 
@@ -315,21 +332,6 @@ def _times(setup: _Setup, steps: int) -> Float[Tensor, " {steps}+1"]:
     if last and steps > 1:  # a single time is 1, and has no tail to stretch
         times[:-1] = 1 - (1 - times[:-1]) * (1 - last) / (1 - times[-2])
     return times.float()
-
-
-def _scheduler_shift(pipe: Any, tokens: int) -> float:
-    """s of t <- s t / (1 + (s - 1) t) as the pipeline's scheduler applies it to a sequence of `tokens`."""
-    scheduler, config = pipe.scheduler, pipe.scheduler.config
-    if config.get("use_dynamic_shifting"):
-        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        start, end = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-        mu = start + (end - start) * (tokens - low) / (high - low)
-        return mu if config.get("time_shift_type") == "linear" else math.exp(mu)
-    own = scheduler.shift if hasattr(type(scheduler), "shift") else config.get("shift")  # follows set_shift()
-    shift = config.get("flow_shift", own)
-    if shift is None:
-        raise ValueError(f"{type(scheduler).__name__} has no flow shift; give shift=")
-    return shift
 
 
 # export
@@ -417,6 +419,7 @@ def _require_plain(config: Any) -> None:
         raise ValueError(f"init_lora_weights={config.init_lora_weights!r} changes the base weights: not supported")
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         require_count("lora rank r", rank)
+    require_number("lora_alpha", config.lora_alpha, low=0, open_low=True)  # 0 would train nothing, and say nothing
 
 
 def _require_targets(module: nn.Module, config: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from diffrl.checks import require_count
+
 INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2f855a"
 
 
@@ -122,9 +124,10 @@ def save_before_after(
     """
     b = len(before)
     lengths = [len(after), len(titles), len(captions_before), len(captions_after)]
-    if b == 0 or before.shape != after.shape or any(n != b for n in lengths):
+    lengths += [len(good) for good in (good_before, good_after) if good is not None]
+    if b == 0 or before.ndim != 4 or before.shape != after.shape or any(n != b for n in lengths):
         raise ValueError(
-            f"before {tuple(before.shape)}, after {tuple(after.shape)}, lengths {lengths} must all be b > 0"
+            f"before {tuple(before.shape)}, after {tuple(after.shape)}, lengths {lengths} must be b h w 3 and all b > 0"
         )
     h, w = before.shape[1:3]
     cell = 1.25
@@ -148,7 +151,8 @@ def save_before_after(
 
 def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: Sequence[str] | None = None) -> Path:
     """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw."""
-    if len(images) == 0 or (captions is not None and len(captions) != len(images)):
+    columns = require_count("columns", columns)
+    if len(images) == 0 or images.ndim != 4 or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images, {None if captions is None else len(captions)} captions")
     h, w = images.shape[1:3]
     lines = -(-len(images) // columns)

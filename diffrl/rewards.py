@@ -104,16 +104,18 @@ def exact_match(
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _check(name: str, images: Tensor, prompts: Sequence[str] | None, *, ranks: tuple[int, ...]) -> None:
-    """Refuse a malformed call; prompts None: there are none to compare with."""
+def _check_images(name: str, images: Tensor, *, ranks: tuple[int, ...]) -> None:
     axes = " or ".join({4: "b h w 3", 5: "b f h w 3"}[rank] for rank in ranks)
     good = isinstance(images, Tensor) and images.dtype == torch.uint8 and images.ndim in ranks and images.shape[-1] == 3
     if not good:
         got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
         raise ValueError(f"{name}: images must be a torch.uint8 tensor ({axes}), got {got}")
-    if prompts is None:
-        return
-    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+
+
+def _check(name: str, images: Tensor, prompts: Sequence[str], *, ranks: tuple[int, ...]) -> None:
+    """Refuse a malformed call."""
+    _check_images(name, images, ranks=ranks)
+    if prompts is None or isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError(f"{name}: prompts must be a sequence of strings, got {prompts!r}")
     if len(prompts) != len(images):
         raise ValueError(f"{name}: {len(images)} images {tuple(images.shape)} but {len(prompts)} prompts")
@@ -131,7 +133,7 @@ class TextReward(NamedTuple):
         """What the engine reads in each of the images, UInt8 " b h w 3"; None where it raised an exception or there
         are no pixels.
         """
-        _check("ocr", images, None, ranks=(4,))
+        _check_images("ocr", images, ranks=(4,))
         pictures = images.detach().cpu().numpy()
         if pictures.size == 0:
             return [None] * len(images)
@@ -268,8 +270,10 @@ def tesseract_ocr(*, psm: int = 7, target: Callable[[str], str | None] = quoted)
 
 
 def _jpeg_kilobytes(name: str, quality: int, sign: float) -> Callable[[Tensor, Sequence[str]], Tensor]:
-    if not 1 <= quality <= 100:
-        raise ValueError(f"{name} needs quality in 1 ... 100, got quality={quality}")
+    if (
+        isinstance(quality, bool) or not hasattr(quality, "__index__") or not 1 <= quality <= 100
+    ):  # Pillow takes int only
+        raise ValueError(f"{name} needs an integer quality in 1 ... 100, got quality={quality}")
     try:
         from PIL import Image
     except ImportError as error:
@@ -278,7 +282,7 @@ def _jpeg_kilobytes(name: str, quality: int, sign: float) -> Callable[[Tensor, S
     def kilobytes(picture: np.ndarray) -> float:
         buffer = io.BytesIO()
         try:
-            Image.fromarray(picture).save(buffer, format="JPEG", quality=quality)
+            Image.fromarray(picture).save(buffer, format="JPEG", quality=int(quality))
         except Exception:  # no pixels, or more than the format allows
             return float("nan")
         return buffer.tell() / 1000

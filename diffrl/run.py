@@ -11,6 +11,7 @@ model; at a later iteration i it is i + 1. Evaluation seeds are the same in ever
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -67,12 +68,19 @@ def read_metrics(folder: str | Path) -> tuple[Settings, list[dict[str, Any]]]:
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} is not a diffrl run: it has no metrics.jsonl")
     rows: list[dict[str, Any]] = []
-    for line in path.read_text().split("\n")[:-1]:
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
-    if not rows or set(rows[0].get("settings", {})) != {f.name for f in fields(Settings)}:
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
+    if (
+        not rows
+        or not isinstance(rows[0].get("settings", {}), dict)
+        or set(rows[0].get("settings", {})) != {f.name for f in fields(Settings)}
+    ):
         raise ValueError(f"{str(path)!r} does not start with the settings of a diffrl run of this version")
     return Settings(**rows[0]["settings"]), rows[1:]
 
@@ -106,6 +114,26 @@ def _graceful_interrupt() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold an existing run's folder: two runs in one would leave metrics of one and a checkpoint of the other. The lock is
+    the operating system's, so that a killed process lets go. ValueError: another process holds it."""
+    if not folder.is_dir():
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is training in {str(folder)!r}") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
 def run(
     folder: str | Path,
     s: Settings | None = None,
@@ -122,7 +150,11 @@ def run(
     s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
     factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
     """
-    folder = Path(folder)
+    with _alone(Path(folder)):
+        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures)
+
+
+def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if resume:
         s, rows = read_metrics(folder)
@@ -150,12 +182,13 @@ def run(
         behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
     if not resume:
         prepare_folder(folder, s, overwrite=overwrite)
-    rows = _rows_before(folder, s, rows, start, base)
-    _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base)
-    if bench.model.export is not None:
-        bench.model.export(folder / "adapter")
-    if pictures:
-        save_pictures(folder, s, bench, initial, rows)
+    with contextlib.nullcontext() if resume else _alone(folder):
+        rows = _rows_before(folder, s, rows, start, base)
+        _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base)
+        if bench.model.export is not None:
+            bench.model.export(folder / "adapter")
+        if pictures:
+            save_pictures(folder, s, bench, initial, rows)
     return rows
 
 

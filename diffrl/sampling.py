@@ -18,9 +18,11 @@ from diffrl.checks import (
     column,
     promote,
     require_batch,
+    require_cond,
     require_count,
     require_number,
     require_rows,
+    require_tensors,
     shapes,
     time_pair,
     time_rows,
@@ -219,8 +221,7 @@ def seeded_noise(seeds: Int[Tensor, " b"], shape: Sequence[int], *, stream: int 
     >>> torch.equal(seeded_noise(torch.tensor([7, 8]), (3,))[1:], seeded_noise(torch.tensor([8]), (3,)))
     True
     """
-    if not isinstance(seeds, Tensor) or seeds.ndim != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool:
-        raise ValueError(f"seeds must be a (b,) integer tensor, got {shapes(seeds=seeds)}")
+    _checked_seeds(seeds)
     stream = require_count("stream", stream, low=0)
     if not isinstance(shape, Sequence):
         raise ValueError(f"shape must be one sample's shape, a sequence of integers, got {shape!r}")
@@ -231,6 +232,12 @@ def seeded_noise(seeds: Int[Tensor, " b"], shape: Sequence[int], *, stream: int 
     ]
     noise = np.stack(draws) if draws else np.zeros((0, *size), np.float32)
     return torch.from_numpy(noise).to(seeds.device)
+
+
+def _checked_seeds(seeds: Tensor) -> Tensor:
+    if not isinstance(seeds, Tensor) or seeds.ndim != 1 or seeds.is_floating_point() or seeds.dtype == torch.bool:
+        raise ValueError(f"seeds must be a (b,) integer tensor, got {shapes(seeds=seeds)}")
+    return seeds
 
 
 def sample_seeds(seed: int, iteration: int, prompts: Sequence[int], members: int) -> Int[Tensor, " g k"]:
@@ -285,19 +292,17 @@ def rollout(
     elif shape is not None and tuple(shape) != tuple(noise.shape[1:]):
         raise ValueError(f"shape {tuple(shape)} is not one sample's of {shapes(noise=noise)}")
     b = require_batch(noise=noise)
-    if seeds is not None and tuple(seeds.shape) != (b,):
+    if seeds is not None and tuple(_checked_seeds(seeds).shape) != (b,):
         raise ValueError(f"one seed per sample: {shapes(seeds=seeds, noise=noise)}")
-    (x,) = promote(noise.detach())
-    for name, value in cond.items():
-        if value.ndim < 1 or value.shape[0] != b:
-            raise ValueError(f"cond[{name!r}] must have leading axis {b}, got {tuple(value.shape)}")
+    (x,) = promote(noise.detach().clone())
+    require_cond(cond, b)
     grid = grid.to(x)
     rows: list[tuple[Tensor, ...]] = []
     with torch.no_grad():
         for i, kernel in enumerate(kernels):
             t, t_next = grid[i], grid[i + 1]
             v = _finite_velocity(velocity(params, x, t.expand(b), cond), x, i, float(t))
-            mean, std = kernel(x, v, t, t_next)
+            mean, std = _checked_transition(kernel(x, v, t, t_next), x, i)
             x_next = mean
             if bool((std > 0).any()):
                 if seeds is None:
@@ -318,6 +323,7 @@ def _pack(x: Tensor, rows: list, grid: Tensor, kept: list[int], seeds: Tensor | 
         x_t = x_next = v = x.new_zeros(x.shape[0], 0, *x.shape[1:])
         std = log_prob = x.new_zeros(x.shape[0], 0)
     index = torch.tensor(kept, dtype=torch.long, device=grid.device)
+    seeds = None if seeds is None else seeds.clone()
     return Trajectory(x, x_t, x_next, v, grid[index], grid[index + 1], std, log_prob, seeds)
 
 
@@ -330,13 +336,19 @@ def _checked_times(times: Tensor) -> Tensor:
 
 
 def _checked_kernels(step: Step | Sequence[Step], n: int) -> list[Step]:
+    if not callable(step) and not isinstance(step, Sequence):
+        raise ValueError(f"step must be a kernel or a sequence of {n}, got {step!r}")
     kernels = [step] * n if callable(step) else list(step)
+    if wrong := [k for k in kernels if not callable(k)]:
+        raise ValueError(f"step holds {wrong[0]!r}, which is no kernel (x_t, v, t, t_next) -> (mean, std)")
     if len(kernels) != n:
         raise ValueError(f"step holds {len(kernels)} kernels for {n} steps")
     return kernels
 
 
 def _checked_keep(keep: Sequence[int] | None, n: int) -> list[int]:
+    if keep is not None and not hasattr(keep, "__iter__"):
+        raise ValueError(f"keep must be a sequence of step indices, got {keep!r}")
     kept = list(range(n)) if keep is None else [require_count("keep", i, low=0) for i in keep]
     if any(not 0 <= i < n for i in kept) or any(a >= b for a, b in itertools.pairwise(kept)):
         raise ValueError(f"keep must be sorted step indices in 0..{n - 1} without repeats, got {kept}")
@@ -344,9 +356,10 @@ def _checked_keep(keep: Sequence[int] | None, n: int) -> list[int]:
 
 
 def _finite_velocity(v: Tensor, x: Tensor, i: int, t: float) -> Tensor:
+    require_tensors(velocity=v)
     if v.shape != x.shape:
         raise ValueError(f"velocity at step {i} has another shape than the state: {shapes(v=v, x_t=x)}")
-    v = v.to(x.dtype)
+    v = v.to(x.dtype, copy=True)  # a compiled network may return the same buffer at every call
     bad = ~torch.isfinite(v).flatten(1).all(1) if v.ndim > 1 else ~torch.isfinite(v)
     if bool(bad.any()):
         raise ValueError(
@@ -354,6 +367,19 @@ def _finite_velocity(v: Tensor, x: Tensor, i: int, t: float) -> Tensor:
             f"(the network's dtype may be too narrow)"
         )
     return v
+
+
+def _checked_transition(transition: tuple[Tensor, Tensor], x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    """(mean, std) of a kernel in the state's dtype; ValueError unless (" b *d", " b") and the mean is finite."""
+    mean, std = transition
+    require_tensors(mean=mean, std=std)
+    if mean.shape != x.shape or tuple(std.shape) != (len(x),):
+        raise ValueError(
+            f"the kernel of step {i} must return mean {tuple(x.shape)}, std ({len(x)},): {shapes(mean=mean, std=std)}"
+        )
+    if not bool(torch.isfinite(mean).all()):
+        raise ValueError(f"the kernel of step {i} returned a mean that is not finite")
+    return mean.to(x.dtype), std.to(x.dtype)
 
 
 def sde_window(steps: int, *, start: int, size: int) -> range:

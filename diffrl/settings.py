@@ -38,17 +38,17 @@ class Settings:
     reward: str = "ocr"
     held_out_reward: str | None = None
     prompts: str | None = None
-    iterations: int = 40
-    group_size: int = 8
-    prompts_per_iteration: int = 16
+    iterations: int = 60
+    group_size: int = 16
+    prompts_per_iteration: int = 8
     steps: int = 8
     learning_rate: float = 1e-3
-    trained_steps: str = "random:3/4"
+    trained_steps: str = "random:3/5"
     radius: float = 1e-5
     lora_rank: int = 16
     lora_alpha: int = 32
     seed: int = 0
-    eval_every: int = 10
+    eval_every: int = 20
     eval_samples: int = 4
     checkpoint_every: int = 5
     micro_batch: int | None = None
@@ -65,8 +65,8 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
     random:M/N: M random ones of the noisiest N per trajectory. ValueError naming --trained-steps.
 
-    >>> parse_trained_steps("random:3/4", 8)[0](8), parse_trained_steps("random:3/4", 8)[1]
-    (range(0, 4), 3)
+    >>> parse_trained_steps("random:3/5", 8)[0](8), parse_trained_steps("random:3/5", 8)[1]
+    (range(0, 5), 3)
     """
     kind, _, rest = text.partition(":")
     try:
@@ -136,6 +136,8 @@ def make_reward(name: str, *, threads: int = 2) -> Reward:
         found = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"--reward {name!r} cannot be imported: {error}") from None
+    except Exception as error:  # whatever the user's module raises when it is imported
+        raise ValueError(f"--reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"--reward {name!r} is not callable: {found!r}")
     return found
@@ -210,7 +212,11 @@ def read_prompts(path: str) -> list[str]:
     """One prompt per non-empty line. ValueError: no such file, no prompts."""
     if not Path(path).is_file():
         raise ValueError(f"--prompts {path!r} is no file")
-    lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts {path!r} is not UTF-8 text: {error}") from None
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"--prompts {path!r} holds no prompts")
     return lines

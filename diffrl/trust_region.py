@@ -52,7 +52,7 @@ def keep_inside(
     radius: float = 1e-5,
 ) -> Bool[Tensor, " b"]:
     """False iff kl >= radius and <v - v_old, target - v> > 0: a state beyond the radius is dropped only where its force
-    would carry it further out (2610.12572). Detached. ValueError: shapes, radius < 0.
+    would carry it further out (2610.12572). radius inf: never. Detached. ValueError: shapes, radius < 0.
 
     >>> one, far = torch.tensor([[1.0]]), torch.tensor([1.0])
     >>> keep_inside(0.1 * one, 0 * one, one, far), keep_inside(1.2 * one, 0 * one, one, far)
@@ -60,7 +60,7 @@ def keep_inside(
     """
     b = require_batch(v=v, v_old=v_old, target=target)
     require_rows(b, kl=kl)
-    radius = require_number("radius", radius, low=0)
+    radius = require_number("radius", radius, low=0, infinite=True)
     v, v_old, target = promote(v.detach(), v_old.detach(), target.detach())
     outward = latent_mean((v - v_old) * (target - v)) > 0
     return ~((kl.detach() >= radius) & outward)
@@ -74,7 +74,7 @@ def keep_divergence(
     """
     b = require_batch(kl=kl, ratio=ratio, advantages=advantages)
     require_rows(b, kl=kl)
-    radius = require_number("radius", radius, low=0)
+    radius = require_number("radius", radius, low=0, infinite=True)
     pushed = ((ratio > 1) & (advantages > 0)) | ((ratio < 1) & (advantages < 0))
     return ~((kl >= radius) & pushed).detach()
 
@@ -88,7 +88,8 @@ def ema(old: Params, new: Params, *, decay: float) -> dict[str, Tensor]:
     decay = require_number("decay", decay, low=0, high=1)
     require_same_keys(old=old, new=new)
     if decay in (0.0, 1.0):  # exactly one of them, also where the other is not finite
-        return {name: value.detach().clone() for name, value in (new if decay == 0 else old).items()}
+        one = new if decay == 0 else old
+        return {name: one[name].detach().clone() for name in old}
     return {name: decay * old[name].detach() + (1 - decay) * new[name].detach() for name in old}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diffrl.algorithms import Batch, Window
+from diffrl.checks import require_cond
 from diffrl.guidance import dead_groups
 from diffrl.types import Cond, Params, Reward, Trajectory
 
@@ -70,9 +71,10 @@ def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
 
 
 def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = None) -> Cond:
-    """model.encode, moved to the device of the trained tensors."""
+    """model.encode, moved to the device of the trained tensors. ValueError: not one row per prompt."""
     device = next(iter(model.params.values())).device
     cond = model.encode(prompts) if images is None else model.encode(prompts, images)
+    require_cond(cond, len(prompts))
     return {name: value.to(device) for name, value in cond.items()}
 
 
@@ -83,7 +85,10 @@ class Score:
         self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
 
     def __call__(self, latents: Tensor, rows: Tensor) -> Tensor:
-        images = self.decode(latents)
+        images = self.decode(latents.clone())  # where decode returns what it is given, a reward may write into it
+        if not hasattr(images, "__len__") or len(images) != len(latents):
+            got = len(images) if hasattr(images, "__len__") else repr(images)
+            raise ValueError(f"decode must return one image per sample, {len(latents)}, got {got}")
         began = time.perf_counter()
         values = score_images(self.reward, images, [self.prompts[int(r)] for r in rows])
         self.seconds += time.perf_counter() - began
@@ -97,7 +102,7 @@ def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tens
     anything but one number per image.
     """
     try:
-        return _one_number_each(reward(images, prompts), len(prompts))
+        return _one_number_each(reward(images, list(prompts)), len(prompts))
     except _WrongLength as error:
         raise ValueError(str(error)) from None
     except Exception as error:

@@ -40,6 +40,7 @@ from diffrl.sampling import dance_sde_step, flow_sde_step, rollout, time_grid
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model, toy_velocity
 from diffrl.trust_region import keep_inside, kl_proxy
 from diffrl.types import Gridded, Trajectory
+from diffrl.windows import window_of
 
 NAN, INF = math.nan, math.inf
 WIDE = 1e9  # a radius that masks nothing
@@ -534,3 +535,73 @@ def test_negative_control_a_flipped_direction_or_a_full_mean_fails_the_closed_fo
     loss, _, metrics = guided_regression(radius=WIDE)(features, {"theta": theta}, stale(torch.ones(5, dtype=F64)))
     assert float(loss.mean()) != pytest.approx(1, abs=1e-3)
     assert metrics["drift_rms"] > 1e-3
+
+
+# ---- pieces of one's own
+
+
+def toy_batch(algorithm, rewards):
+    model = toy_model()
+    g, k = rewards.shape
+    velocity = Gridded(model.velocity, model.times, 4, (2,))
+    seeds = torch.arange(g * k).reshape(g, k)
+    return model, algorithm.collect(
+        velocity, model.params, model.encode(PROMPTS[:g]), seeds, lambda x, r: rewards.flatten()
+    )
+
+
+def gradient(model, algorithm, batch):
+    window = window_of(batch, algorithm.credit(batch), torch.arange(batch.rewards.numel()))
+    for p in model.params.values():
+        p.grad = None
+    loss, keep, metrics = algorithm.objective(model.velocity, model.params, window)
+    masked_mean(loss, keep).backward()
+    return model.params["mean"].grad, metrics
+
+
+@pytest.mark.parametrize("algorithm", [art(), art(dead="restore"), art(steps_per_sample=2)])
+def test_nan_latents_of_a_sample_without_reward_reach_no_gradient(algorithm):
+    model, batch = toy_batch(algorithm, torch.tensor([[1.0, 2.0, math.nan, 4.0], [0.0, 1.0, 2.0, math.inf]]))
+    missing = ~torch.isfinite(batch.rewards).flatten()
+    spoilt = {}
+    for name in ("x_0", "x_t", "x_next", "v"):
+        spoilt[name] = getattr(batch.trajectory, name).clone()
+        spoilt[name][missing] = math.nan
+    expected, metrics = gradient(model, algorithm, batch)
+    found, others = gradient(model, algorithm, batch._replace(trajectory=batch.trajectory._replace(**spoilt)))
+    assert torch.allclose(found, expected)
+    assert others == metrics
+    assert bool(found.any())
+
+
+def test_a_credit_may_give_the_direction_alone():
+    ours = art()._replace(credit=lambda batch: {"direction": art().credit(batch)["direction"]})
+    rewards = torch.tensor([[1.0, 2.0, math.nan, 4.0], [1.0, 1.0, 1.0, 1.0]])  # one missing, one group dead
+    model, batch = toy_batch(art(), rewards)
+    (found, _), (expected, _) = gradient(model, ours, batch), gradient(model, art(), batch)
+    assert torch.equal(found, expected)
+
+
+def test_wins_and_counts_are_labels():
+    _, batch = toy_batch(art(), torch.rand(2, 4))
+    wins = batch.rewards > batch.rewards.median()
+    for labels in (wins, wins.int()):
+        found = art(labels=lambda batch, labels=labels: labels).credit(batch)["direction"]
+        assert torch.equal(found, art(labels=lambda batch: wins.float()).credit(batch)["direction"])
+
+
+def test_labels_of_another_grouping_are_refused():
+    _, batch = toy_batch(art(), torch.rand(2, 4))
+    with refuses("labels", "(4, 2)", "(2, 4)"):
+        art(labels=lambda batch: batch.rewards.T).credit(batch)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_steps_per_sample_is_a_count(size):
+    with refuses("steps_per_sample", size):
+        art(steps_per_sample=size)
+
+
+def test_no_trained_step_at_all_is_refused():
+    with pytest.raises(ValueError, match="trained_steps"):
+        toy_batch(art(trained_steps=lambda steps: []), torch.rand(2, 4))

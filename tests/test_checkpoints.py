@@ -6,6 +6,8 @@ Negative controls are the tests with `control` in their names.
 import json
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -331,3 +333,67 @@ def test_control_a_save_makes_exactly_two_renames_the_pointer_last(tmp_path, mon
     calls = dies_at(monkeypatch, 99)
     saved(tmp_path)
     assert [os.path.basename(path).split("-")[0] for path in calls] == ["state", "checkpoint.json"]
+
+
+def test_behaviour_params_of_other_names_are_refused_and_nothing_written(tmp_path):
+    model = toy_model()
+    for behaviour in ({"mean": model.params["mean"]}, {**model.params, "more": torch.ones(1)}):
+        with pytest.raises(ValueError, match="behaviour"):
+            save_checkpoint(
+                tmp_path / "c", params=model.params, optimizer=adam(model), iteration=0, behaviour=behaviour
+            )
+    assert not (tmp_path / "c").exists()
+
+
+def test_settings_that_are_not_json_are_refused_and_nothing_written(tmp_path):
+    model = toy_model()
+    with pytest.raises(ValueError, match="JSON"):
+        save_checkpoint(
+            tmp_path / "c", params=model.params, optimizer=adam(model), iteration=0, settings={"a": tmp_path}
+        )
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        lambda params: torch.optim.Adagrad(params),
+        lambda params: torch.optim.Adam([{"params": params[:1]}, {"params": params[1:]}]),
+    ],
+)
+def test_another_optimizer_is_refused_before_anything_changes(tmp_path, make):
+    model, optimizer = toy_model(), None
+    optimizer = adam(model)
+    model.params["mean"].grad = torch.ones(4, 2)
+    optimizer.step()
+    save_checkpoint(tmp_path, params=model.params, optimizer=optimizer, iteration=1)
+    fresh = toy_model()
+    before = values_of(fresh.params)
+    with pytest.raises(ValueError, match="optimizer"):
+        restore_checkpoint(load_checkpoint(tmp_path), params=fresh.params, optimizer=make(list(fresh.params.values())))
+    assert same(values_of(fresh.params), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer", {}), ("optimizer", 3), ("rng", 3), ("iteration", "x"), ("settings", None)]
+)
+def test_a_pointer_with_entries_of_another_kind_is_refused(tmp_path, name, value):
+    model = toy_model()
+    pointer = save_checkpoint(tmp_path, params=model.params, optimizer=adam(model), iteration=1)
+    pointer.write_text(json.dumps(json.loads(pointer.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=name):
+        load_checkpoint(tmp_path)
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_folder_and_leaves_the_old_checkpoint(tmp_path):
+    script = (
+        "import resource, signal, sys, torch; from diffrl.checkpoints import save_checkpoint;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); p = torch.zeros(3, requires_grad=True);"
+        "save = lambda p: save_checkpoint(sys.argv[1], params={'p': p}, optimizer=torch.optim.SGD([p], lr=1.0), iteration=1);"
+        "save(p); resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)); save(torch.zeros(2**20, requires_grad=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert "OSError: " + str(tmp_path) in done.stderr.splitlines()[-1]
+    assert load_checkpoint(tmp_path).params["p"].shape == (3,)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".safetensors"]

@@ -13,6 +13,7 @@ from diffrl.checks import (
     column,
     promote,
     require_batch,
+    require_cond,
     require_count,
     require_number,
     require_rows,
@@ -128,3 +129,25 @@ def test_negative_control_a_refusal_that_names_nothing_is_noticed():
         raise ValueError("bad input")
     with pytest.raises(pytest.fail.Exception), refuses("scale"):
         require_number("scale", 1.0)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2.0), torch.ones(2), 2.0, "2", None, True])
+def test_require_count_refuses_what_is_no_count_whatever_its_type(value):
+    with pytest.raises(ValueError, match="n must be an integer >= 1"):
+        require_count("n", value)
+
+
+def test_require_number_says_whether_infinity_is_a_number():
+    assert require_number("x", math.inf, low=0, infinite=True) == math.inf
+    with pytest.raises(ValueError, match=r"x must be in \[0, inf\), got inf"):
+        require_number("x", math.inf, low=0)
+    with pytest.raises(ValueError, match=r"\[0, inf\], got nan"):
+        require_number("x", math.nan, low=0, infinite=True)
+
+
+def test_require_cond():
+    require_cond({"y": torch.ones(2, 3)}, 2)
+    require_cond({}, 2)
+    for cond in (None, {"y": [1, 2]}, {"y": torch.ones(())}, {"y": torch.ones(3)}):
+        with pytest.raises(ValueError, match="cond"):
+            require_cond(cond, 2)

@@ -450,3 +450,9 @@ def test_negative_control_wrong_directions_fail_the_oracles():
     assert not np.allclose(uncentred, [[11 / 9, 1 / 3]], rtol=1e-3)
     x = torch.full((1, 2, 1), NAN)
     assert bool((torch.tensor([[0.0, 0.0]])[..., None] * x).isnan().all())  # weight 0 does not silence a nan
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 1, 1), (3, 1)])
+def test_a_spread_of_too_many_axes_or_groups_is_refused(shape):
+    with refuses("spread", shape):
+        group_advantages(torch.rand(2, 4), spread=lambda rewards: torch.ones(shape))

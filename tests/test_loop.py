@@ -8,7 +8,9 @@ import itertools
 import math
 import re
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -789,14 +791,13 @@ def test_a_rollout_stores_bytes_linear_in_kept_steps_and_none_for_the_others():
 
 
 @pytest.mark.parametrize(("keep", "most"), [(0, 2), (3, 5), (24, 25)])
-def test_while_it_runs_a_rollout_holds_only_kept_velocities(keep, most):
+def test_while_it_runs_a_rollout_holds_only_kept_states(keep, most):
     refs, alive = [], []
 
     def velocity(params, x_t, t, cond):
         alive.append(sum(ref() is not None for ref in refs))
-        v = toy_velocity(params, x_t, t, cond)
-        refs.append(weakref.ref(v))
-        return v
+        refs.append(weakref.ref(x_t))
+        return toy_velocity(params, x_t, t, cond)
 
     walk(24, keep, velocity)
     assert len(alive) == 24
@@ -1046,3 +1047,99 @@ def test_default_split_is_within_prompts():
     plain, given = toy_run(), toy_run(split=split_within_prompt)
     assert same(plain[0].params, given[0].params)
     assert not same(plain[0].params, toy_run(split=by_prompt)[0].params)
+
+
+# ---- what others hand in
+
+
+def taken(count=1, model=None, reward=toward_compass, algorithm=None, prompts=PROMPTS, optimizer=None, **given):
+    model = toy_model() if model is None else model
+    optimizer = adam(model) if optimizer is None else optimizer
+    given = {"group_size": 4, "steps": 4, "seed": 0} | given
+    rows = loop.train(model, art() if algorithm is None else algorithm, prompts, reward, optimizer, **given)
+    return timeless(list(itertools.islice(rows, count)))
+
+
+def test_a_reward_that_writes_into_its_images_changes_nothing_else():
+    def writing(images, prompts):
+        values = toward_compass(images, prompts)
+        images.zero_()
+        prompts.clear()
+        return values
+
+    assert taken(3, reward=writing) == taken(3)
+
+
+def test_a_toy_model_is_six_functions_for_diagnose_too():
+    class Six(NamedTuple):
+        velocity: Callable
+        params: dict
+        encode: Callable
+        decode: Callable
+        latent_shape: Callable
+        times: Callable
+
+    model = Six(*toy_model()[:6])
+    assert taken(model=model) == taken()
+    assert diagnose(model, art(), PROMPTS, toward_compass, group_size=4, steps=4).checks
+    mine = art()._replace(credit=lambda batch: {"direction": art().credit(batch)["direction"]})
+    assert diagnose(model, mine, PROMPTS, toward_compass, group_size=4, steps=4).checks
+
+
+def test_images_may_be_one_tensor():
+    seen = []
+
+    def encode(prompts, images):
+        seen.extend(float(image) for image in images)
+        return toy_model().encode(prompts)
+
+    taken(model=toy_model()._replace(encode=encode), images=torch.arange(4.0))
+    assert seen == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_gradients_of_tensors_that_the_optimizer_does_not_step_do_not_pile_up():
+    def run(first):
+        model = toy_model()
+        optimizer = torch.optim.SGD([model.params["mean"]], lr=0.01)
+        rows = taken(first, model=model, optimizer=optimizer)
+        for p in model.params.values():
+            p.grad = None  # as in a new process
+        return rows + taken(4 - first, model=model, optimizer=optimizer, start=first)
+
+    assert run(2) == run(4)
+
+
+def test_an_infinite_clip_is_none():
+    assert taken(2, grad_clip=math.inf) == taken(2, grad_clip=None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"prompts": None}, "prompts"),
+        ({"prompts": 3}, "prompts"),
+        ({"prompts": set(PROMPTS)}, "prompts"),
+        ({"prompts": iter(PROMPTS)}, "prompts"),
+        ({"images": 3}, "images"),
+        ({"algorithm": art}, "algorithm"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"model": toy_model()._replace(encode=lambda prompts: {"prompt": torch.zeros(1).long()})}, "cond"),
+        ({"model": toy_model()._replace(encode=lambda prompts: None)}, "cond"),
+        ({"model": toy_model()._replace(decode=lambda latents: latents[:-1])}, "decode"),
+        ({"model": toy_model()._replace(decode=lambda latents: None)}, "decode"),
+        ({"model": toy_model()._replace(velocity=lambda *a: toy_velocity(*a).detach())}, "no gradient"),
+    ],
+)
+def test_misuse_is_one_value_error_that_names_it(changed, named):
+    with pytest.raises(ValueError, match=named):
+        taken(**changed)
+
+
+def test_metrics_of_an_objective_may_be_tensors():
+    def objective(velocity, params, window):
+        loss, keep, _ = art().objective(velocity, params, window)
+        return loss, keep, {"mine": torch.tensor(2.0)}
+
+    (row,) = taken(algorithm=art()._replace(objective=objective))
+    assert row["mine"] == 2.0
+    assert type(row["mine"]) is float

@@ -393,3 +393,9 @@ def test_negative_control_wrong_losses_fail_the_oracles():
     values = torch.tensor([1.0, NAN])
     assert math.isnan(float((values * torch.tensor([1.0, 0.0])).sum()))  # multiplying by zero hides no nan
     assert golden_nft(nft, 1.0, lambda e: 2 * flat_weight(e)) != pytest.approx(0.4725, abs=5.1e-5)
+
+
+@pytest.mark.parametrize(("values", "keep"), [([1.0], torch.ones(1)), (torch.ones(1), [True]), (torch.ones(1), None)])
+def test_masked_mean_refuses_what_is_no_tensor(values, keep):
+    with refuses("values", "keep"):
+        masked_mean(values, keep)

@@ -833,6 +833,7 @@ REFUSED = [
     ({"max_sequence_length": 513}, nothing, "max_sequence_length"),
     ({"negative_prompt": ["a"]}, nothing, "negative_prompt"),
     ({"lora": {**LORA, "lora_dropout": 0.1}}, nothing, "lora_dropout=0.1"),
+    ({"lora": {**LORA, "lora_alpha": 0}}, nothing, "lora_alpha"),
     ({"lora": {**LORA, "bias": "all"}}, nothing, "bias"),
     ({"lora": {**LORA, "modules_to_save": ["proj_out"]}}, nothing, "modules_to_save"),
     ({"lora": {**LORA, "init_lora_weights": "pissa"}}, nothing, "pissa"),
@@ -853,7 +854,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "arrange", "message"), REFUSED, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("options", "arrange", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", str(x)[:40]))
 def test_refused_before_anything_is_changed(options, arrange, message):
     pipe = tiny.sd3()
     arrange(pipe)

@@ -198,3 +198,15 @@ def test_drawing_needs_no_pyplot(tmp_path, monkeypatch):
     compared(tmp_path / "p.png", pictures(RED), pictures(TEAL))
     with pytest.raises(ImportError):
         import matplotlib.pyplot  # noqa: F401
+
+
+def test_marks_that_are_too_few_and_pictures_of_another_rank_are_refused(tmp_path):
+    images = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+    texts = {"titles": ["a", "b"], "captions_before": ["", ""], "captions_after": ["", ""]}
+    with pytest.raises(ValueError, match="lengths"):
+        save_before_after(tmp_path / "p.png", images, images, **texts, good_before=[True])
+    with pytest.raises(ValueError, match="b h w 3"):
+        save_before_after(tmp_path / "p.png", images[:, None], images[:, None], **texts)
+    with pytest.raises(ValueError, match="columns"):
+        save_grid(tmp_path / "p.png", images, columns=0)
+    assert not list(tmp_path.iterdir())

@@ -411,3 +411,17 @@ def test_real_ocr_is_silent(real, written, capfd):
     rapid_ocr(threads=1)
     real.read(written[0])
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("quality", [50.5, "50", None, True])
+def test_a_jpeg_quality_that_pillow_would_not_take_is_refused(quality):
+    for make in (jpeg_compressibility, jpeg_incompressibility):
+        with pytest.raises(ValueError, match="quality"):
+            make(quality=quality)
+
+
+def test_rewards_refuse_a_call_without_prompts():
+    images = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+    for reward in (jpeg_compressibility(), ocr(engine=lambda pictures: [""] * len(pictures))):
+        with pytest.raises(ValueError, match="prompts"):
+            reward(images, None)

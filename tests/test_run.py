@@ -606,3 +606,35 @@ def test_control_rows_of_another_seed_differ(real, tmp_path):
     other = run(tmp_path / "r", replace(s, seed=1), pictures=False)
     assert timeless(other) != timeless(rows)
     assert set(TIMES) & set(rows[0])
+
+
+@pytest.mark.parametrize("text", [b"[1]\n", b"3\n", b"null\n", b'{"settings": 3}\n', b"\xff\xfe\n", b""])
+def test_a_metrics_file_of_another_kind_is_refused_by_name(tmp_path, text):
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_reading_metrics_stops_at_a_line_that_is_no_row(tmp_path):
+    head = json.dumps({"diffrl": "0", "settings": asdict(Settings())})
+    (tmp_path / "metrics.jsonl").write_bytes(head.encode() + b'\n{"iteration": 0}\n3\n{"iteration": 1}\n')
+    assert read_metrics(tmp_path)[1] == [{"iteration": 0}]
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+    script = (
+        "import fcntl, os, sys; h = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(h, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        for how in ({"resume": True}, {"s": Settings(), "overwrite": True}):
+            with pytest.raises(ValueError, match="another process"):
+                run(tmp_path, **how)
+        assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+        holder.kill()
+    with pytest.raises(ValueError, match="settings of a diffrl run"):  # let go by the kill
+        run(tmp_path, resume=True)

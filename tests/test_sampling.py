@@ -838,3 +838,80 @@ def test_negative_control_an_aliasing_noise_fails_the_seed_tests():
 
     assert torch.equal(aliasing(5, 1), aliasing(6, 0))
     assert not torch.equal(seeded_noise(torch.tensor([5]), (4,), stream=1), seeded_noise(torch.tensor([6]), (4,)))
+
+
+# ---- what is handed in stays the caller's, what comes out is nobody else's
+
+
+def half_way(params, x_t, t, cond):
+    return 0.5 * x_t
+
+
+def test_a_velocity_that_reuses_its_buffer_is_recorded_step_by_step():
+    buffer = torch.empty(2, 3)
+
+    def reusing(params, x_t, t, cond):
+        return buffer.copy_(half_way(params, x_t, t, cond))
+
+    ours, plain = (
+        rollout(v, {}, {}, time_grid(3), seeds=torch.tensor([1, 2]), shape=(3,)) for v in (reusing, half_way)
+    )
+    assert torch.equal(ours.v, plain.v)
+    assert not torch.equal(plain.v[:, 0], plain.v[:, 1])  # a shared buffer would be seen
+
+
+def test_a_trajectory_shares_no_memory_with_its_arguments():
+    noise, seeds_given, times = torch.ones(2, 3), torch.tensor([1, 2]), time_grid(2)
+
+    def still(x_t, v, t, t_next):
+        return x_t, torch.zeros(len(x_t))
+
+    found = rollout(half_way, {}, {}, times, noise=noise, seeds=seeds_given, step=still)
+    for tensor in (noise, seeds_given, times):
+        tensor.zero_()
+    assert torch.equal(found.x_0, torch.ones(2, 3))
+    assert found.seeds.tolist() == [1, 2]
+    assert found.t.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_kernel_of_another_dtype_does_not_change_the_states(dtype):
+    def kernel(x_t, v, t, t_next):
+        return (x_t - (t - t_next) * v).to(dtype), torch.full((len(x_t),), 0.1, dtype=dtype)
+
+    found = rollout(half_way, {}, {}, time_grid(2), seeds=torch.tensor([1, 2]), shape=(3,), step=kernel)
+    assert {x.dtype for x in (found.x_0, found.x_t, found.x_next, found.v, found.std, found.log_prob)} == {
+        torch.float32
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"step": None}, "step"),
+        ({"step": [euler_step, None]}, "step"),
+        ({"keep": 1}, "keep"),
+        ({"seeds": [1, 2]}, "seeds"),
+        ({"seeds": torch.tensor([1.0, 2.0])}, "seeds"),
+        ({"step": lambda x_t, v, t, t_next: (x_t[:, :1], torch.zeros(2))}, "kernel of step 0"),
+        ({"step": lambda x_t, v, t, t_next: (x_t, 0.0)}, "std"),
+        ({"step": lambda x_t, v, t, t_next: (x_t, torch.zeros(()))}, "kernel of step 0"),
+        ({"step": [euler_step, lambda x_t, v, t, t_next: (x_t * math.nan, torch.zeros(2))]}, "kernel of step 1"),
+    ],
+)
+def test_rollout_refuses_junk_by_name(changed, named):
+    given = {"noise": torch.ones(2, 3), "seeds": torch.tensor([1, 2])} | changed
+    with refuses(named):
+        rollout(half_way, {}, {}, time_grid(2), **given)
+
+
+@pytest.mark.parametrize("cond", [None, {"y": None}, {"y": [1, 2]}])
+def test_rollout_refuses_a_cond_that_is_no_mapping_of_tensors(cond):
+    with refuses("cond"):
+        rollout(half_way, {}, cond, time_grid(2), noise=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("v", [None, (torch.ones(2, 3),), torch.ones(2, 3, dtype=torch.int64)])
+def test_rollout_refuses_a_velocity_that_is_no_float_tensor(v):
+    with refuses("velocity"):
+        rollout(lambda *_: v, {}, {}, time_grid(2), noise=torch.ones(2, 3))

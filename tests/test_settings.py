@@ -324,3 +324,18 @@ def test_control_evaluation_sees_what_training_changed():
     after = evaluate(model, PROMPTS, toward_compass, steps=4, samples=8)
     assert not torch.equal(before.images, after.images)
     assert all_steps(3) == range(3)
+
+
+def test_a_reward_whose_module_raises_is_named(tmp_path, monkeypatch):
+    (tmp_path / "raising_reward.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"--reward 'raising_reward:f' .* ZeroDivisionError"):
+        make_reward("raising_reward:f")
+    with pytest.raises(ValueError, match="--reward ':f'"):
+        make_reward(":f")
+
+
+def test_a_prompts_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"--prompts .*p\.txt"):
+        read_prompts(str(tmp_path / "p.txt"))

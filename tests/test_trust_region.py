@@ -286,3 +286,17 @@ def test_negative_control_other_masks_fail_the_table():
     for wrong in (guidance_alone, never, radius_alone):
         assert table_of(wrong) != [keep for _, keep in MASK_TABLE]
     assert closed_form("dance", 0.6, 0.4, 0.3) != pytest.approx(closed_form("flow", 0.6, 0.4, 0.7), rel=0.5)
+
+
+def test_an_infinite_radius_masks_nothing():
+    far, one = torch.tensor([[1.2]]), torch.tensor([1.0])
+    assert keep_inside(0.1 * far, 0 * far, far, one, radius=math.inf).tolist() == [True]
+    assert keep_divergence(one, 2 * one, one, radius=math.inf).tolist() == [True]
+    with refuses("radius", "-inf"):
+        keep_inside(far, far, far, one, radius=-math.inf)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
+def test_ema_keeps_the_order_of_names(decay):
+    old, new = {"b": torch.ones(1), "a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}
+    assert list(ema(old, new, decay=decay)) == ["b", "a"]

@@ -30,7 +30,7 @@ LEARNING_RATE = 1e-3
 WARMUP = 100
 EMA = 0.995
 SHIFT = 2.0
-MISLABELLED = 0.28
+MISLABELLED = 0.23
 """Share of the digits in the prompts of the training pictures that are replaced by a random digit."""
 TEXT_LENGTH = 8
 
