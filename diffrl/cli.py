@@ -61,7 +61,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "prompts_per_iteration": "prompts per rollout, g",
         "steps": "sampling steps",
         "learning_rate": "of AdamW",
-        "trained_steps": "all, noisiest:N, random:M (per trajectory) or random:M/N (M of the noisiest N)",
+        "trained_steps": "auto (3/8 of the steps, from the noisiest 5/8), all, noisiest:N, random:M (per trajectory) or random:M/N (M of the noisiest N)",
         "radius": "of the trust region",
         "lora_rank": "r of the LoRA",
         "lora_alpha": "alpha of the LoRA",

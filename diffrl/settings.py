@@ -43,7 +43,7 @@ class Settings:
     prompts_per_iteration: int = 8
     steps: int = 8
     learning_rate: float = 1e-3
-    trained_steps: str = "random:3/5"
+    trained_steps: str = "auto"
     radius: float = 1e-5
     lora_rank: int = 16
     lora_alpha: int = 32
@@ -61,13 +61,16 @@ class Settings:
 
 
 def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None]:
-    """("all" | "noisiest:N" | "random:M" | "random:M/N") -> (candidate steps, how many of them each trajectory trains).
+    """("auto" | "all" | "noisiest:N" | "random:M" | "random:M/N") -> (candidate steps, how many each trajectory trains).
 
+    auto: 3/8 of the steps, drawn per trajectory from the noisiest 5/8, both rounded up (8 steps: random:3/5).
     random:M/N: M random ones of the noisiest N per trajectory. ValueError naming --trained-steps.
 
     >>> parse_trained_steps("random:3/5", 8)[0](8), parse_trained_steps("random:3/5", 8)[1]
     (range(0, 5), 3)
     """
+    if text == "auto":
+        text = f"random:{-(-3 * steps // 8)}/{-(-5 * steps // 8)}"
     kind, _, rest = text.partition(":")
     try:
         numbers = [int(n) for n in rest.split("/")] if rest else []
@@ -80,7 +83,7 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
         or sorted(numbers) != numbers
     ):
         raise ValueError(
-            f"--trained-steps must be all, noisiest:N, random:M or random:M/N with 1 <= M <= N <= steps={steps}, got {text!r}"
+            f"--trained-steps must be auto, all, noisiest:N, random:M or random:M/N with 1 <= M <= N <= steps={steps}, got {text!r}"
         )
     if kind == "all":
         return all_steps, None

@@ -250,6 +250,7 @@ TESTED_THROUGH = {
     "families.Family": "FAMILIES",
     "families.checked_size": "from_pipeline",
     "families.checked_length": "from_pipeline",
+    "families.scheduler_shift": "from_pipeline",
     "tasks.pretrain.train_vae": "pretrain_digits",
     "tasks.pretrain.train_flow": "pretrain_digits",
 }

@@ -41,6 +41,7 @@ from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
         ("noisiest:4", range(4), None),
         ("random:3", range(8), 3),
         ("random:3/4", range(4), 3),
+        ("auto", range(5), 3),
         ("random:4/4", range(4), 4),
         ("noisiest:8", range(8), None),
     ],
