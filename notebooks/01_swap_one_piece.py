@@ -70,7 +70,7 @@ axes[2].legend(fontsize=8);
 # yet, so $\|v - (v_\text{old} - G)\|^2 = \|G\|^2 = 1$. If a wiring mistake is anywhere in a set-up (another guidance scale in training
 # than in the rollout, dropout left on, a dtype too narrow), this number shows it.
 #
-# ## Ten swaps
+# ## Ten swaps and two controls
 #
 # Each line below replaces one piece of `art()`. `_replace` is the NamedTuple's own; there is no registry.
 
@@ -90,7 +90,7 @@ def only_upwards(batch):
     return (batch.rewards > batch.rewards.median(1, keepdim=True).values).float()
 
 
-def cautious(velocity, params, window):
+def without_mask(velocity, params, window):
     """Another objective: the same loss, no mask at all."""
     loss, _, metrics = art().objective(velocity, params, window)
     return loss, window.credit["alive"].repeat_interleave(window.trajectory.t.numel()), metrics
@@ -101,7 +101,7 @@ swaps = {
     "pairwise labels": art_pairwise(),
     "advantage credit": art()._replace(credit=advantage_direction),
     "better half": art(labels=only_upwards),
-    "no mask": art()._replace(objective=cautious),
+    "no mask": art()._replace(objective=without_mask),
     "tight radius": art(radius=1e-7),
     "noisy steps only": art(trained_steps=noisiest(3)),
     "one update": art(updates=1),
