@@ -386,7 +386,9 @@ def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: floa
     ours = {id(p) for p in model.params.values()}
     others = [] if module is None else [(n, p) for n, p in module.named_parameters() if id(p) not in ours]
     stray = [n for n, p in others if p.grad is not None]
-    detail = f"{len(reached)} of {len(model.params)} trained tensors, {len(stray)} others {stray[:3] or ''}".rstrip()
+    detail = (
+        f"{len(reached)} of {len(model.params)} trained tensors (of a fresh LoRA at most half), {len(stray)} others"
+    )
     if not bool(keep.any()):
         return [*ratios, Check("gradients reach the adapter", None, "every state was dropped: no group is alive")]
     # In a fresh LoRA half of the tensors have gradient 0 (the other factor is 0), and a last block may not use them all.

@@ -38,9 +38,9 @@ def _style(axis: Any, title: str, xlabel: str) -> None:
     axis.tick_params(labelsize=8)
 
 
-def _legend(axis: Any) -> None:
+def _legend(axis: Any, place: str = "best") -> None:
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend(fontsize=8, frameon=False, loc=place)
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -66,15 +66,17 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
             middle.plot(*_series(rows, f"loss/update_{u}"), color=colour, linewidth=1.5, label=f"update {u}")
     if any("groups/dead" in row for row in rows):
         x, dead = _series(rows, "groups/dead")
-        middle.plot(x, [1 - d for d in dead], color=GREY, linewidth=1, linestyle=":", label="share of live groups")
-    _legend(middle)
+        middle.fill_between(x, [1 - d for d in dead], color=GREY, alpha=0.2, linewidth=0, label="share of live groups")
+    _legend(middle, "lower left")
     _style(right, "trust region, last update", "iteration")
     last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
     right.plot(*_series(rows, f"masked_fraction/update_{last}"), color=ORANGE, linewidth=1.5, label="masked fraction")
     right.set_ylim(-0.02, 1.02)
+    right.set_ylabel("masked fraction", fontsize=9, color=ORANGE)
     twin = right.twinx()
     twin.plot(*_series(rows, f"drift_rms/update_{last}"), color=BLUE, linewidth=1.2, label="drift rms")
     twin.set_ylim(bottom=0)
+    twin.set_ylabel("drift rms", fontsize=9, color=BLUE)
     twin.spines["top"].set_visible(False)
     twin.tick_params(labelsize=8)
     lines = [*right.get_lines(), *twin.get_lines()]

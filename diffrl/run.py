@@ -297,7 +297,7 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
     from diffrl.plots import save_before_after, save_curve
 
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
-    shown = bench.prompts[:: max(len(bench.prompts) // 10, 1)][:10]
+    shown = bench.prompts[:: len(bench.prompts) // 10 + 1][:10]  # of 100: 00, 11, ..., 99
     draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1)
     before, after = draw(params=initial), draw()
     save_before_after(

@@ -123,6 +123,8 @@ def check_settings(s: Settings) -> None:
 def make_algorithm(s: Settings) -> Algorithm:
     """The named algorithm with the run's trained steps and radius."""
     candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
+    if s.algorithm == "art_flash" and s.trained_steps == "auto":
+        return art_flash(noisiest=min(4, s.steps), radius=s.radius)
     if s.algorithm == "art_flash":
         return art_flash(noisiest=len(candidates(s.steps)), steps_per_sample=per_sample, radius=s.radius)
     return ALGORITHMS[s.algorithm](trained_steps=candidates, steps_per_sample=per_sample, radius=s.radius)

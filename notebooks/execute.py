@@ -39,6 +39,8 @@ def main() -> int:
             for number, cell in enumerate(notebook.cells):  # ids and times that change at every execution stay out
                 cell["id"] = f"cell-{number:03d}"
                 cell.metadata.pop("execution", None)
+                if "outputs" in cell:  # warnings name paths of the machine
+                    cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
             nbformat.write(notebook, stored)
     return 0
 

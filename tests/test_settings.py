@@ -30,6 +30,7 @@ from diffrl.settings import (
     read_prompts,
 )
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+from diffrl.types import Gridded
 
 # ---- trained steps
 
@@ -340,3 +341,16 @@ def test_a_prompts_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"--prompts .*p\.txt"):
         read_prompts(str(tmp_path / "p.txt"))
+
+
+def test_art_flash_trains_all_of_the_noisiest_four_by_default():
+    model = toy_model()
+    sampler = Gridded(model.velocity, model.times, 8, (2,))
+    cond, seeds = model.encode(PROMPTS), sample_seeds(0, 0, range(4), 2)
+    kept = {}
+    for name in ("art", "art_flash"):
+        algorithm = make_algorithm(Settings(algorithm=name))
+        batch = algorithm.collect(sampler, model.params, cond, seeds, lambda x_0, rows: x_0[:, 0])
+        kept[name] = batch.trajectory.t
+    assert torch.equal(kept["art_flash"], model.times(8)[:4])
+    assert torch.equal(kept["art"], model.times(8)[:5])
