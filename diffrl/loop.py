@@ -178,8 +178,7 @@ def update(
     micro_batch: samples per backward; parts are weighted by their share of the window, so the gradient is the whole
     window's. ValueError: a gradient that is not finite (nothing is stepped then).
     """
-    optimizer.zero_grad(set_to_none=True)
-    for p in model.params.values():  # also of those that this optimizer does not step: they are in the norm
+    for p in model.params.values():  # zero_grad, also of those that this optimizer does not step: they are in the norm
         p.grad = None
     n = len(window.rewards)
     if n == 0:
@@ -386,9 +385,7 @@ def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: floa
     ours = {id(p) for p in model.params.values()}
     others = [] if module is None else [(n, p) for n, p in module.named_parameters() if id(p) not in ours]
     stray = [n for n, p in others if p.grad is not None]
-    detail = (
-        f"{len(reached)} of {len(model.params)} trained tensors (of a fresh LoRA at most half), {len(stray)} others"
-    )
+    detail = f"{len(reached)} of {len(model.params)} trained tensors (of a fresh LoRA at most half), {len(stray)} others {stray[:3] or ''}".rstrip()
     if not bool(keep.any()):
         return [*ratios, Check("gradients reach the adapter", None, "every state was dropped: no group is alive")]
     # In a fresh LoRA half of the tensors have gradient 0 (the other factor is 0), and a last block may not use them all.

@@ -237,7 +237,7 @@ LOOP = [
         "loop.py",
         "test_loop.py",
         ("loop:no_clipping", "torch.inf if grad_clip is None else grad_clip)", "torch.inf)"),
-        ("loop:gradients_pile_up", "    optimizer.zero_grad(set_to_none=True)\n", ""),
+        ("loop:gradients_pile_up", "        p.grad = None\n    n = len", "        pass\n    n = len"),
         ("loop:micro_batches_unweighted", "value = masked_mean(loss, keep) * (len(rows) / n)", "value = masked_mean(loss, keep)"),
         ("loop:live_params_roll_out", "algorithm.collect(sampler, behaviour, cond", "algorithm.collect(sampler, model.params, cond"),
         ("loop:same_seeds_every_iteration", "sample_seeds(plan.seed, i, chosen,", "sample_seeds(plan.seed, 0, chosen,"),
