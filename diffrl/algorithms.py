@@ -1,296 +1,135 @@
 """An Algorithm is a NamedTuple of functions; a variant is `._replace(piece=another_function)`.
 
-batch  = collect(velocity, behaviour params, cond, seeds " g k", score)     rollout and rewards
-credit = credit(batch)                                                      what each sample is told
-loss " w", keep " w", metrics = objective(velocity, params, window)         one optimizer step's worth of states
-behaviour params = behaviour(behaviour params, params, i)                   who rolls out next
+batch  = collect(velocity, behaviour params, cond, seeds " g k", score)     rollout and rewards      (`rollouts`)
+credit = credit(batch)                                                      what each sample is told (`credits`)
+loss " w", keep " w", metrics = objective(velocity, params, window)         one optimizer step's worth of states (`objectives`, `policy_gradients`)
+behaviour params = behaviour(behaviour params, params, i)                   who rolls out next, i optimizer steps so far
+
+Defaults are the papers'. Where published code deviates from its own formula, the exact form is the default and the
+deviation has a name of its own, `..._as_published`. Numbers that belong to a run (learning rate, group size, sampling
+steps, guidance scale, LoRA rank) are the loop's; each docstring gives the published ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
-import torch
-from einops import rearrange, repeat
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from diffrl.checks import column, require_count, require_number, shapes
-from diffrl.guidance import aggregate_direction, guided_velocity, pair_labels
-from diffrl.losses import velocity_matching
-from diffrl.sampling import euler_step, flow_sde_step, latent_mean, rollout, seeded_noise
-from diffrl.trust_region import keep_inside, kl_proxy
-from diffrl.types import Cond, Gridded, Params, Step, Trajectory, Velocity
-
-Score = Callable[[Tensor, Tensor], Tensor]
-Metrics = dict[str, float]
-TrainedSteps = Callable[[int], Sequence[int]]
-SUBSET_STREAM = 2**32  # far from the streams 0..n that a rollout draws
-
-
-class Batch(NamedTuple):
-    """One rollout of g prompts x k samples: its trajectory (b = g k rows, prompt-major), rewards, one cond row per prompt."""
-
-    trajectory: Trajectory
-    rewards: Float[Tensor, " g k"]
-    cond: Cond
-
-
-class Window(NamedTuple):
-    """The rows of a Batch that one optimizer step sees: everything with one row per sample."""
-
-    trajectory: Trajectory
-    rewards: Float[Tensor, " b"]
-    cond: Cond
-    credit: Mapping[str, Tensor]
-
-
-class Algorithm(NamedTuple):
-    """Five functions and numbers; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
-    every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them."""
-
-    collect: Callable[[Velocity, Params, Cond, Int[Tensor, " g k"], Score], Batch]
-    credit: Callable[[Batch], Mapping[str, Tensor]]
-    objective: Callable[[Velocity, Params, Window], tuple[Tensor, Tensor, Metrics]]
-    behaviour: Callable[[Params, Params, int], Params]
-    updates: int
-    pool: int | None = None
-
-
-# ---- which steps are trained ------------------------------------------------------------------------------------------
-
-
-def all_steps(steps: int) -> range:
-    """Every step of the rollout is trained."""
-    return range(steps)
-
-
-def noisiest(count: int) -> TrainedSteps:
-    """The first `count` steps, where x_t is mostly noise: there G is the exact tilt (MATH: total-covariance caveat).
-
-    >>> noisiest(3)(10)
-    range(0, 3)
-    """
-    count = require_count("noisiest", count)
-
-    def first(steps: int) -> range:
-        if count > steps:
-            raise ValueError(f"the noisiest {count} steps of a rollout of {steps}")
-        return range(count)
-
-    return first
-
-
-def subset_of_steps(seeds: Int[Tensor, " b"], candidates: int, size: int) -> Int[Tensor, " b {size}"]:
-    """Sorted random columns, `size` of `candidates` per trajectory, row i a function of seeds[i] alone."""
-    if size > candidates:
-        raise ValueError(f"steps_per_sample={size} of {candidates} trained steps")
-    draws = seeded_noise(seeds, (candidates,), stream=SUBSET_STREAM)
-    return draws.argsort(dim=1)[:, :size].sort(dim=1).values
-
-
-# ---- collect ----------------------------------------------------------------------------------------------------------
-
-
-def collect_rollout(*, step: Step | Sequence[Step] = euler_step, trained_steps: TrainedSteps = all_steps) -> Callable:
-    """The plain collect: one rollout under the behaviour params on the model's grid, then one score per sample.
-
-    It needs a velocity that knows its grid (`types.Gridded`), which `loop.train` hands in. Kept: `trained_steps` only.
-    """
-
-    def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
-        if not isinstance(velocity, Gridded):
-            raise ValueError(f"collect needs a types.Gridded velocity (with times, steps, shape), got {velocity!r}")
-        kept = trained_steps(velocity.steps)
-        if not len(kept):
-            raise ValueError(f"trained_steps names none of the {velocity.steps} steps: nothing would be trained")
-        g, k = seeds.shape
-        rows = torch.arange(g, device=seeds.device).repeat_interleave(k)
-        trajectory = rollout(
-            velocity.velocity,
-            params,
-            {name: value[rows.to(value.device)] for name, value in cond.items()},
-            velocity.times(velocity.steps),
-            seeds=rearrange(seeds, "g k -> (g k)"),
-            shape=velocity.shape,
-            step=step,
-            keep=kept,
-        )
-        rewards = score(trajectory.x_0, rows)
-        return Batch(trajectory, rearrange(rewards, "(g k) -> g k", k=k), cond)
-
-    return collect
-
-
-# ---- credit -----------------------------------------------------------------------------------------------------------
-
-
-def _has_reward(rewards: Tensor) -> Tensor:
-    return rearrange(torch.isfinite(rewards), "g k -> (g k)")
-
-
-def scalar_rewards(batch: Batch) -> Float[Tensor, " g k"]:
-    """The rewards as they are: labels for `covariance_credit`."""
-    return batch.rewards
-
-
-def random_pairs(batch: Batch) -> Float[Tensor, " g k"]:
-    """Win/lose labels of random disjoint pairs, drawn from the batch's own seeds (a new pairing per iteration)."""
-    seeds = batch.trajectory.seeds
-    generator = None if seeds is None else torch.Generator().manual_seed(int(seeds[0]) % 2**63)
-    return pair_labels(batch.rewards, generator=generator)
-
-
-def best_against_worst(batch: Batch) -> Float[Tensor, " g k"]:
-    """Labels of the pairing best-worst, second best-second worst, ...: 1 above, 0 below, 1/2 on ties, nan unpaired."""
-    finite = torch.isfinite(batch.rewards)
-    labels = torch.full_like(batch.rewards, torch.nan)
-    for group, row in enumerate(batch.rewards):
-        order = [int(i) for i in row.nan_to_num(-torch.inf).argsort(descending=True) if finite[group, i]]
-        for a, b in zip(order[: len(order) // 2], order[::-1]):
-            won = 0.5 if row[a] == row[b] else 1.0
-            labels[group, a], labels[group, b] = won, 1 - won
-    return labels
-
-
-def covariance_credit(
-    *,
-    labels: Callable[[Batch], Tensor] = scalar_rewards,
-    scale: float = 1.0,
-    rms_axes: Sequence[int] | None = None,
-) -> Callable[[Batch], dict[str, Tensor]]:
-    """credit: {"direction": G of the sample's prompt " b *d", "alive": Bool " b"}, from labels " g k" (nan: no reward).
-
-    alive is False for samples of dead groups; "has_reward" False for samples without a label: neither is trained on.
-    ValueError: labels of another shape than the rewards.
-    """
-
-    def credit(batch: Batch) -> dict[str, Tensor]:
-        values = labels(batch)
-        if tuple(values.shape) != tuple(batch.rewards.shape):  # another grouping would mix prompts
-            raise ValueError(f"labels must have the rewards' shape: {shapes(labels=values, rewards=batch.rewards)}")
-        values = values if values.is_floating_point() else values.float()  # counts and wins are numbers
-        g, k = values.shape
-        x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g)
-        direction = aggregate_direction(values, x_0, scale=scale, rms_axes=rms_axes)
-        return {
-            "direction": direction.value.repeat_interleave(k, 0),
-            "alive": direction.alive.repeat_interleave(k, 0),
-            "has_reward": _has_reward(values),
-        }
-
-    return credit
-
-
-# ---- objective --------------------------------------------------------------------------------------------------------
-
-
-class States(NamedTuple):
-    """The trained states of a window, flattened to w = samples x trained steps rows, sample-major."""
-
-    x_t: Float[Tensor, " w *d"]
-    x_next: Float[Tensor, " w *d"]
-    v_old: Float[Tensor, " w *d"]
-    t: Float[Tensor, " w"]
-    t_next: Float[Tensor, " w"]
-    std: Float[Tensor, " w"]
-    log_prob: Float[Tensor, " w"]
-    rows: Int[Tensor, " w"]
-    cond: Cond
-
-
-def window_states(window: Window, *, steps_per_sample: int | None = None) -> States:
-    """Every kept step of every sample of the window, or a seeded random `steps_per_sample` of them per trajectory."""
-    tr = window.trajectory
-    b, s = tr.std.shape
-    if steps_per_sample is None or steps_per_sample == s:
-        columns = repeat(torch.arange(s, device=tr.t.device), "s -> b s", b=b)
-    elif tr.seeds is None:
-        raise ValueError("a random subset of steps per trajectory needs a trajectory with seeds")
-    else:
-        columns = subset_of_steps(tr.seeds, s, steps_per_sample)
-    columns = rearrange(columns, "b s -> (b s)")
-    rows = torch.arange(b, device=columns.device).repeat_interleave(len(columns) // max(b, 1))
-    pick = {name: getattr(tr, name)[rows, columns] for name in ("x_t", "x_next", "v", "std", "log_prob")}
-    cond = {name: value[rows.to(value.device)] for name, value in window.cond.items()}
-    return States(
-        x_t=pick["x_t"],
-        x_next=pick["x_next"],
-        v_old=pick["v"],
-        t=tr.t[columns],
-        t_next=tr.t_next[columns],
-        std=pick["std"],
-        log_prob=pick["log_prob"],
-        rows=rows,
-        cond=cond,
-    )
-
-
-def net_force(v: Tensor, v_old: Tensor, target: Tensor) -> Tensor:
-    """The target whose pull `keep_inside` tests: the loss's own, i.e. guidance plus restoration (default)."""
-    return target
-
-
-def guidance_force(v: Tensor, v_old: Tensor, target: Tensor) -> Tensor:
-    """The alternative reading: guidance alone, <v - v_old, target - v_old> > 0 (it also masks restoring updates)."""
-    return v + (target - v_old)
-
-
-def guided_regression(
-    *,
-    radius: float = 1e-5,
-    reference_kernel: Step = flow_sde_step,
-    steps_per_sample: int | None = None,
-    mask_force: Callable[[Tensor, Tensor, Tensor], Tensor] = net_force,
-    dead: Literal["drop", "restore"] = "drop",
-) -> Callable[[Velocity, Params, Window], tuple[Tensor, Tensor, Metrics]]:
-    """ART's objective: velocity_matching(v, v_old - G), kept where the KL proxy is inside `radius` or the force inward.
-
-    Of the credit it reads "direction", and "alive" and "has_reward" where they are given; else those are: direction not
-    exactly 0, reward finite. Latents of a sample without reward may be nan. radius inf: no trust region.
-    Metrics: masked_fraction (of the states of live samples), kl_proxy and drift_rms = rms(v - v_old) (all finite states).
-    """
-    radius = require_number("radius", radius, low=0, infinite=True)
-    if steps_per_sample is not None:
-        require_count("steps_per_sample", steps_per_sample)
-    if dead not in ("drop", "restore"):
-        raise ValueError(f"dead must be 'drop' (weight 0) or 'restore' (target v_old), got {dead!r}")
-
-    def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
-        rewarded, alive = _trainable(window)
-        s, usable = _finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
-        target = guided_velocity(s.v_old, window.credit["direction"].to(s.v_old)[s.rows])
-        v = velocity(params, s.x_t, s.t, s.cond)
-        kl = kl_proxy(v.detach(), s.v_old, s.t, s.t_next, step=reference_kernel)
-        inside = keep_inside(v, s.v_old, mask_force(v.detach(), s.v_old, target), kl, radius=radius)
-        trained = (rewarded if dead == "restore" else rewarded & alive)[s.rows]
-        drift = latent_mean((v.detach() - s.v_old.detach()) ** 2)
-        metrics = {
-            "masked_fraction": _share(~inside, trained),
-            "kl_proxy": float(kl[usable].mean()),
-            "drift_rms": float(drift[usable].mean().sqrt()),
-        }
-        return velocity_matching(v, target), inside & trained, metrics
-
-    return objective
-
-
-def _trainable(window: Window) -> tuple[Bool[Tensor, " b"], Bool[Tensor, " b"]]:
-    """(has_reward, alive) of the credit; a credit of one's own may give the direction alone."""
-    credit, b = window.credit, len(window.rewards)
-    rewarded = credit.get("has_reward", torch.isfinite(window.rewards))
-    return rewarded, credit["alive"] if "alive" in credit else (credit["direction"] != 0).reshape(b, -1).any(1)
-
-
-def _finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool[Tensor, " w"]]:
-    """(states, which of them hold numbers): those of samples without reward that do not become 0, since nan times a
-    gradient of 0 is nan."""
-    usable = rewarded[s.rows] | (torch.isfinite(s.x_t) & torch.isfinite(s.v_old)).reshape(len(s.rows), -1).all(1)
-    x_t, v_old = (torch.where(column(usable, x), x, 0.0) for x in (s.x_t, s.v_old))
-    return s._replace(x_t=x_t, v_old=v_old), usable
-
-
-def _share(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> float:
-    return float((what & among).sum() / among.sum().clamp_min(1))
+from diffrl.checks import require_count
+from diffrl.credits import (
+    Labels,
+    advantage_credit,
+    advantages_of_sum,
+    best_against_worst,
+    covariance_credit,
+    negative_part,
+    optimality_credit,
+    positive_part,
+    random_pairs,
+    scalar_rewards,
+    sum_of_advantages,
+    unbiased_group_std,
+)
+from diffrl.guidance import batch_std, group_std
+from diffrl.losses import inverse_abs_error
+from diffrl.losses import nft as nft_loss
+from diffrl.objectives import (
+    MatchingScore,
+    guidance_force,
+    guided_regression,
+    matching_ratio,
+    net_force,
+    nft_regression,
+    plain_matching,
+)
+from diffrl.policy_gradients import (
+    KL,
+    LogProb,
+    cps_surrogate,
+    divergence_masked,
+    exact_kl,
+    guarded_ppo,
+    guarded_ppo_as_published,
+    kl_clamped_sigma,
+    kl_without_delta,
+    policy_gradient,
+    ppo,
+)
+from diffrl.rollouts import (
+    Noise,
+    TrainedSteps,
+    all_but_last,
+    all_steps,
+    collect_renoised,
+    collect_rollout,
+    collect_window,
+    first_half,
+    noise_of_the_prompt,
+    noisiest,
+    noisiest_nine_tenths,
+    random_window_of,
+    sliding_window_of,
+    subset_of_steps,
+    three_fifths,
+)
+from diffrl.sampling import (
+    cps_step,
+    dance_sde_step,
+    dpm2_step,
+    euler_step,
+    flow_sde_step,
+    transition_log_prob,
+)
+from diffrl.states import States, StepsPerSample, window_states
+from diffrl.trust_region import ema, ramp
+from diffrl.types import Algorithm, Batch, Metrics, Params, Score, Step, Window
+
+__all__ = [
+    "Algorithm",
+    "Batch",
+    "Metrics",
+    "Score",
+    "States",
+    "TrainedSteps",
+    "Window",
+    "all_steps",
+    "art",
+    "art_flash",
+    "art_pairwise",
+    "awm",
+    "best_against_worst",
+    "collect_rollout",
+    "covariance_credit",
+    "cps_grpo",
+    "cps_grpo_as_published",
+    "dance_grpo",
+    "dance_grpo_as_published",
+    "flow_dppo",
+    "flow_dppo_as_published",
+    "flow_grpo",
+    "flow_grpo_as_published",
+    "flow_grpo_fast",
+    "grpo_guard",
+    "grpo_guard_as_published",
+    "guidance_force",
+    "guided_regression",
+    "lagging",
+    "live",
+    "mix_grpo",
+    "net_force",
+    "nft",
+    "nft_negative_only",
+    "nft_ocr",
+    "nft_positive_only",
+    "noisiest",
+    "ocr_decay",
+    "random_pairs",
+    "scalar_rewards",
+    "slow_decay",
+    "subset_of_steps",
+    "window_states",
+]
 
 
 # ---- behaviour --------------------------------------------------------------------------------------------------------
@@ -301,20 +140,32 @@ def live(behaviour: Params, params: Params, i: int) -> Params:
     return params
 
 
+def lagging(decay: Callable[[int], float]) -> Callable[[Params, Params, int], Params]:
+    """old <- decay(i) old + (1 - decay(i)) params, i optimizer steps so far: DiffusionNFT's behaviour policy.
+
+    decay: e.g. `slow_decay`, `ocr_decay`, or a constant `lambda i: .9`.
+    """
+
+    def behaviour(old: Params, params: Params, i: int) -> Params:
+        return ema(old, params, decay=decay(i))
+
+    return behaviour
+
+
 # ---- DiffusionART -----------------------------------------------------------------------------------------------------
 
 
 def art(
     *,
     scale: float = 1.0,
-    radius: float = 1e-5,
+    radius: float | Callable[[Tensor, Tensor], Tensor] = 1e-5,
     trained_steps: TrainedSteps = all_steps,
-    steps_per_sample: int | None = None,
+    steps_per_sample: StepsPerSample = None,
     updates: int = 2,
     step: Step | Sequence[Step] = euler_step,
     reference_kernel: Step = flow_sde_step,
     rms_axes: Sequence[int] | None = None,
-    labels: Callable[[Batch], Tensor] = scalar_rewards,
+    labels: Labels = scalar_rewards,
     mask_force: Callable[[Tensor, Tensor, Tensor], Tensor] = net_force,
     dead: Literal["drop", "restore"] = "drop",
 ) -> Algorithm:
@@ -325,7 +176,7 @@ def art(
     steps_per_sample: train a seeded random subset of those per trajectory; updates per rollout; step: the sampler;
     reference_kernel of the KL proxy; rms_axes, labels, mask_force, dead: see `aggregate_direction`,
     `covariance_credit`, `guided_regression`. Assumes a velocity model that an ODE samples well, few-step distilled
-    ones included; needs no gradient of the reward and no log-probabilities.
+    ones included; needs no gradient of the reward and no log-probabilities. Published: lr 3e-4, 10 steps, 32 prompts.
     """
     return Algorithm(
         collect=collect_rollout(step=step, trained_steps=trained_steps),
@@ -350,9 +201,284 @@ def art_flash(*, noisiest: int = 4, **settings: Any) -> Algorithm:
     return art(trained_steps=_noisiest(noisiest), **settings)
 
 
-def art_pairwise(*, pairing: Callable[[Batch], Tensor] = random_pairs, **settings: Any) -> Algorithm:
+def art_pairwise(*, pairing: Labels = random_pairs, **settings: Any) -> Algorithm:
     """`art` from preferences only: labels 1/0 (1/2 on a tie) of disjoint pairs inside each group instead of rewards.
 
     pairing: `random_pairs` (seeded), `best_against_worst`, or any (Batch) -> labels " g k". Other keywords as `art`.
     """
     return art(labels=pairing, **settings)
+
+
+# ---- Flow-GRPO and its family -----------------------------------------------------------------------------------------
+
+
+def flow_grpo(
+    *,
+    kernel: Step = flow_sde_step,
+    clip: float = 1e-4,
+    beta: float = 0.04,
+    kl: KL = exact_kl,
+    log_prob: LogProb = transition_log_prob,
+    spread: Callable[[Tensor], Tensor] = batch_std,
+    clamp: float = 5.0,
+    trained_steps: TrainedSteps = all_but_last,
+    steps_per_sample: StepsPerSample = None,
+    updates: int = 2,
+) -> Algorithm:
+    """Flow-GRPO (2505.05470): SDE rollout, group-relative advantages over the batch's std, clipped ratio per step plus
+    beta x the exact KL to the reference.
+
+    kernel samples, replays and gives the KL, eta .7; every step but the last is trained. Published: lr 3e-4, 10 steps,
+    24 samples x 48 prompts, beta .04 (GenEval, OCR) or .01 (PickScore), guidance 4.5.
+    """
+    return Algorithm(
+        collect=collect_rollout(step=kernel, trained_steps=trained_steps),
+        credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
+        objective=policy_gradient(
+            kernel=kernel, loss=ppo(clip=clip), log_prob=log_prob, beta=beta, kl=kl, steps_per_sample=steps_per_sample
+        ),
+        behaviour=live,
+        updates=require_count("updates", updates),
+        needs_reference=beta > 0,
+    )
+
+
+def flow_grpo_as_published(**settings: Any) -> Algorithm:
+    """`flow_grpo` with the KL of its published code: mean(dmu^2)/(2 (std/sqrt(D))^2), D x the exact one."""
+    return flow_grpo(kl=kl_without_delta, **settings)
+
+
+def flow_grpo_fast(
+    *,
+    kernel: Step = cps_step,
+    window: int = 3,
+    clip: float = 1e-5,
+    beta: float = 0.0,
+    spread: Callable[[Tensor], Tensor] = batch_std,
+    clamp: float = 5.0,
+    updates: int = 2,
+) -> Algorithm:
+    """Flow-GRPO-Fast (2505.05470's code): noise only in a random window of 3 steps, one per rollout, Euler elsewhere; only
+    the window is trained. CPS kernel of eta .8, start uniform in {0..steps//2 - window}, no KL, no guidance."""
+    return Algorithm(
+        collect=collect_window(kernel=kernel, window=random_window_of(window)),
+        credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
+        objective=policy_gradient(kernel=kernel, loss=ppo(clip=clip), beta=beta),
+        behaviour=live,
+        updates=require_count("updates", updates),
+        needs_reference=beta > 0,
+    )
+
+
+def mix_grpo(
+    *,
+    kernel: Step = flow_sde_step,
+    window: int = 4,
+    stride: int = 1,
+    every: int = 25,
+    clip: float = 1e-4,
+    spread: Callable[[Tensor], Tensor] = group_std,
+    clamp: float = 5.0,
+    updates: int = 4,
+) -> Algorithm:
+    """MixGRPO (2507.21802): SDE inside a window that slides from noise to data, ODE outside; the advantages of several
+    rewards are added. The window stays full and rolls back at the end (the published schedule shrinks there and trains
+    nothing in 25 of 600 iterations). Published: 25 steps, shift 3, 12 samples, 4 optimizer steps per rollout."""
+    return Algorithm(
+        collect=collect_window(kernel=kernel, window=sliding_window_of(window, stride=stride, every=every)),
+        credit=advantage_credit(advantages=sum_of_advantages(spread=spread), clamp=clamp),
+        objective=policy_gradient(kernel=kernel, loss=ppo(clip=clip)),
+        behaviour=live,
+        updates=require_count("updates", updates),
+    )
+
+
+def dance_grpo(
+    *,
+    kernel: Step = dance_sde_step,
+    clip: float = 1e-4,
+    spread: Callable[[Tensor], Tensor] = group_std,
+    eps: float = 1e-8,
+    clamp: float = 5.0,
+    noise: Noise = noise_of_the_prompt,
+    best_of: int | None = None,
+    trained_steps: TrainedSteps = all_but_last,
+    steps_per_sample: StepsPerSample = three_fifths,
+    updates: int = 1,
+) -> Algorithm:
+    """DanceGRPO (2505.07818): an SDE of constant noise, eta .3, one initial noise per prompt, 3/5 of the steps trained at
+    random per trajectory, the last never.
+
+    best_of n: only the n/2 best and worst of each group are trained. Published: FLUX 12 samples, 16 steps, lr 1e-5;
+    HunyuanVideo eta .25, 24 samples, best_of 8, 16 steps, shift 5. Published spread: `unbiased_group_std`.
+    """
+    return Algorithm(
+        collect=collect_rollout(step=kernel, trained_steps=trained_steps, noise=noise),
+        credit=advantage_credit(advantages=sum_of_advantages(spread=spread, eps=eps), clamp=clamp, best_of=best_of),
+        objective=policy_gradient(kernel=kernel, loss=ppo(clip=clip), steps_per_sample=steps_per_sample),
+        behaviour=live,
+        updates=require_count("updates", updates),
+    )
+
+
+def dance_grpo_as_published(**settings: Any) -> Algorithm:
+    """`dance_grpo` with its code's spread, the unbiased std: advantages are sqrt((k - 1)/k) as large."""
+    return dance_grpo(spread=unbiased_group_std, **settings)
+
+
+def grpo_guard(
+    *,
+    kernel: Step = flow_sde_step,
+    clip: float = 2e-6,
+    spread: Callable[[Tensor], Tensor] = group_std,
+    clamp: float = 5.0,
+    trained_steps: TrainedSteps = all_but_last,
+    steps_per_sample: StepsPerSample = None,
+    updates: int = 2,
+    loss: Callable[..., Any] = guarded_ppo,
+) -> Algorithm:
+    """GRPO-Guard (2510.22319): the ratio's bias removed and its scale made equal over steps, each step's loss divided by
+    D. Needs a Gaussian kernel scored by its mean log-density. Published: clip 2e-6 or 4e-6, beta 0, lr 1e-4."""
+    return Algorithm(
+        collect=collect_rollout(step=kernel, trained_steps=trained_steps),
+        credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
+        objective=policy_gradient(kernel=kernel, loss=loss(clip=clip), steps_per_sample=steps_per_sample),
+        behaviour=live,
+        updates=require_count("updates", updates),
+    )
+
+
+def grpo_guard_as_published(**settings: Any) -> Algorithm:
+    """`grpo_guard` with its code's bias, averaged over all states of a micro-batch instead of per sample."""
+    return grpo_guard(loss=guarded_ppo_as_published, **settings)
+
+
+def cps_grpo(*, kernel: Step = cps_step, **settings: Any) -> Algorithm:
+    """`flow_grpo` on coefficients-preserving sampling (2509.05952), eta .8, scored by the exact log-density."""
+    return flow_grpo(kernel=kernel, **settings)
+
+
+def cps_grpo_as_published(**settings: Any) -> Algorithm:
+    """`cps_grpo` scored as in its published code, -mean (x_next - mean)^2: the ratio then differs per step."""
+    return cps_grpo(log_prob=cps_surrogate, **settings)
+
+
+def flow_dppo(
+    *,
+    kernel: Step = flow_sde_step,
+    radius: float = 1e-5,
+    kl: KL = exact_kl,
+    spread: Callable[[Tensor], Tensor] = batch_std,
+    clamp: float = 5.0,
+    trained_steps: TrainedSteps = first_half,
+    steps_per_sample: StepsPerSample = 3,
+    updates: int = 2,
+) -> Algorithm:
+    """Flow-DPPO (2606.11025): no ratio clip; a state whose step moved further than `radius` in KL, the way its advantage
+    pushes, is dropped. 3 random steps of the noisier half per trajectory. Published: eta .7, 10 steps, 16 samples, lr 3e-4."""
+    return Algorithm(
+        collect=collect_rollout(step=kernel, trained_steps=trained_steps),
+        credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
+        objective=policy_gradient(
+            kernel=kernel, loss=divergence_masked(radius=radius, kl=kl), steps_per_sample=steps_per_sample
+        ),
+        behaviour=live,
+        updates=require_count("updates", updates),
+    )
+
+
+def flow_dppo_as_published(*, eta: float = 0.7, **settings: Any) -> Algorithm:
+    """`flow_dppo` with its code's KL, whose sigma is clamped at t = .99 (`kl_clamped_sigma`): .28 of the exact one on the
+    first of 10 steps with shift 3. eta: of the kernel and of that KL."""
+    return flow_dppo(kernel=partial(flow_sde_step, eta=eta), kl=kl_clamped_sigma(eta), **settings)
+
+
+# ---- forward-process methods ------------------------------------------------------------------------------------------
+
+slow_decay = partial(ramp, rate=0.001, cap=0.5)
+"""DiffusionNFT's first published schedule of the behaviour policy's decay: .001 per optimizer step, up to .5."""
+ocr_decay = partial(ramp, rate=0.0075, cap=0.999, flat=75)
+"""Its second one (OCR): 0 for 75 optimizer steps, then .0075 per step, up to .999."""
+
+
+def nft(
+    *,
+    beta: float = 1.0,
+    decay: Callable[[int], float] = slow_decay,
+    weight: Callable[[Tensor], Tensor] = inverse_abs_error,
+    branches: Callable[..., Tensor] = nft_loss,
+    loss_factor: float = 5.0,
+    anchor: float = 1e-4,
+    spread: Callable[[Tensor], Tensor] = batch_std,
+    clip: float = 5.0,
+    part: Callable[[Tensor], Tensor] | None = None,
+    step: Step = dpm2_step,
+    trained_steps: TrainedSteps = all_steps,
+    steps_per_sample: StepsPerSample = None,
+    updates: int = 1,
+) -> Algorithm:
+    """DiffusionNFT (2509.16117): ODE rollout of the *old* params, then regression of the forward process on a positive
+    and a negative branch weighted by the optimality r; old params follow by an EMA of decay ramp(i).
+
+    branches: `losses.nft`, `nft_positive`, `nft_negative` (the pure branches); part: `positive_part` or `negative_part`
+    of the advantages (the published modes). Published: 24 samples, no guidance, loss x 5 + 1e-4 mean (v - v_ref)^2.
+    """
+    return Algorithm(
+        collect=collect_renoised(step=step, trained_steps=trained_steps),
+        credit=optimality_credit(advantages=advantages_of_sum(spread=spread), clip=clip, part=part),
+        objective=nft_regression(
+            beta=beta,
+            weight=weight,
+            branches=branches,
+            loss_factor=loss_factor,
+            anchor=anchor,
+            steps_per_sample=steps_per_sample,
+        ),
+        behaviour=lagging(decay),
+        updates=require_count("updates", updates),
+        needs_reference=anchor > 0,
+    )
+
+
+def nft_ocr(**settings: Any) -> Algorithm:
+    """`nft` with the second published setting (OCR): beta .1, decay 0 for 75 optimizer steps, then .0075 per step up to
+    .999, two updates per rollout."""
+    return nft(**{"beta": 0.1, "decay": ocr_decay, "updates": 2, **settings})
+
+
+def nft_positive_only(**settings: Any) -> Algorithm:
+    """`nft` in its published positive_only mode: advantages clamped at 0 from below (not the pure positive branch)."""
+    return nft(part=positive_part, **settings)
+
+
+def nft_negative_only(**settings: Any) -> Algorithm:
+    """`nft` in its published negative_only mode: advantages clamped at 0 from above (not the pure negative branch)."""
+    return nft(part=negative_part, **settings)
+
+
+def awm(
+    *,
+    clip: float = 1e-4,
+    score: MatchingScore = plain_matching,
+    beta: float = 1e-4,
+    spread: Callable[[Tensor], Tensor] = batch_std,
+    clamp: float = 5.0,
+    step: Step = euler_step,
+    trained_steps: TrainedSteps = noisiest_nine_tenths,
+    steps_per_sample: StepsPerSample = None,
+    updates: int = 1,
+) -> Algorithm:
+    """AWM (2509.25050): the flow-matching error of the sample as log-probability, in a clipped ratio of old and new at the
+    same (eps, t), plus beta x velocity KL to the reference.
+
+    score: `plain_matching`, `time_weighted_matching(p)`, `huber_matching`, `generalised_huber_matching(.25)`. SD3.5 recipe:
+    the last, clip 1, clamp 1, 16 samples, one update, 14 steps, lr 3e-4.
+    """
+    return Algorithm(
+        collect=collect_renoised(step=step, trained_steps=trained_steps),
+        credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
+        objective=matching_ratio(clip=clip, score=score, beta=beta, steps_per_sample=steps_per_sample),
+        behaviour=live,
+        updates=require_count("updates", updates),
+        needs_reference=beta > 0,
+    )

@@ -11,6 +11,11 @@ Metrics of one iteration, all floats (times in seconds):
     behaviour_distance          rms over all trainable numbers of (params that rolled out - live params): 0 on-policy
     grad_norm                   before clipping, mean over the updates
     ratio_deviation             mean |ratio - 1|, only for objectives with likelihood ratios; 0 expected at update 1
+    clip_fraction               states whose gradient the clip removes (PPO-like losses); 0 at ratio 1
+    kl, kl_reference            mean KL of the step to the one taken (Flow-DPPO), to the reference's (beta > 0), before beta
+    kl_velocity, anchor         mean (v - v_reference)^2 of AWM and DiffusionNFT, before their factors
+    optimality/mean, /min, /max of DiffusionNFT's r: near 1/2 throughout it says nothing
+    NAME/t=0.900                ratio_deviation, std and output_grad (rms of d loss/d v) of the step that starts at t
     seconds/rollout, seconds/reward, seconds/update
 """
 
@@ -23,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffrl.algorithms import Algorithm, Batch, Window, live
+from diffrl.algorithms import live
 from diffrl.checkpoints import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
-from diffrl.checks import require_count, require_number
+from diffrl.checks import require_count, require_number, require_same_keys
 from diffrl.guidance import dead_groups
 from diffrl.losses import masked_mean
 from diffrl.sampling import chunked, sample_seeds
-from diffrl.types import Gridded, Params, Reward
+from diffrl.types import Algorithm, Batch, Gridded, Params, Reward, Window
 from diffrl.windows import (
     Score,
     encode,
@@ -71,6 +76,7 @@ def train(
     micro_batch: int | None = None,
     rollout_chunk: int | None = None,
     split: Split | None = None,
+    reference: Params | None = None,
     before_iteration: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Endless: one dict of metrics per iteration, after its updates; the caller stops. See the module's table of metrics.
@@ -80,18 +86,20 @@ def train(
     per prompt, for image-to-video. start, behaviour: where a resumed run goes on (params and optimizer already loaded).
     micro_batch: samples per backward (gradients accumulate, results equal to rounding); rollout_chunk: samples per
     velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
+    reference: params that a KL or an anchor pulls toward; None: a copy of the first ones, which a resumed run must be given.
     before_iteration: called with the optimizer first (e.g. to reset its state: `lambda o: o.state.clear()`).
 
-    A reward that raises for some images gives those nan; one that raises for all is a ValueError.
-    ValueError at the call, before anything runs: empty or non-string prompts, group_size < 2, counts below 1,
-    an optimizer that steps none or other tensors than the model's, a group_size the algorithm's windows do not divide.
+    A reward that raises for some images gives those nan; for all: ValueError. ValueError at the call, before
+    anything runs: empty or non-string prompts, group_size < 2, counts below 1, an optimizer that steps none or other tensors
+    than the model's, a group_size the algorithm's windows do not divide.
     """
     prompts = _checked_prompts(prompts, images)
     group_size = require_count("group_size", group_size, low=2)
     steps, start = require_count("steps", steps), require_count("start", start, low=0)
     seed = require_count("seed", seed, low=0)
-    if grad_clip is not None:
-        grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
+    grad_clip = (
+        None if grad_clip is None else require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
+    )
     g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
     if g > len(prompts):
         raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
@@ -107,9 +115,10 @@ def train(
     _check_optimizer(optimizer, model.params)
     if not callable(reward):
         raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
+    reference = _checked_reference(algorithm, reference, model.params, start)
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
-    plan = _Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt)
+    plan = _Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt, reference)
     return _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration)
 
 
@@ -124,6 +133,7 @@ class _Plan(NamedTuple):
     grad_clip: float | None
     micro_batch: int | None
     split: Split
+    reference: Params | None
 
 
 def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration):
@@ -140,7 +150,9 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         score = Score(model.decode, reward, texts)
 
         with torch.no_grad():
-            batch = algorithm.collect(sampler, behaviour, cond, seeds, score)  # 1. roll out and score
+            batch = algorithm.collect(
+                sampler._replace(iteration=i), behaviour, cond, seeds, score
+            )  # 1. roll out and score
             credit = algorithm.credit(batch)  # 2. turn rewards into what each sample is told
         _check_batch(batch, credit, plan)
         metrics = reward_metrics(batch.rewards) | {"behaviour_distance": params_distance(behaviour, model.params)}
@@ -150,11 +162,9 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         collected = time.perf_counter()
         rolled_out = behaviour if algorithm.behaviour is live else _kept_apart(behaviour, model.params)
         windows = plan.split(plan.g, plan.k, algorithm.updates)
+        parts = [window_of(batch, credit, rows, plan.reference) for rows in windows]
         updates = [  # 3. optimizer steps on disjoint windows of every group
-            update(
-                algorithm.objective, model, optimizer, window_of(batch, credit, rows), plan.grad_clip, plan.micro_batch
-            )
-            for rows in windows
+            update(algorithm.objective, model, optimizer, part, plan.grad_clip, plan.micro_batch) for part in parts
         ]
         behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
         seconds = {
@@ -183,7 +193,8 @@ def update(
     n = len(window.rewards)
     if n == 0:
         raise ValueError("an update's window is empty: split must give every update some rows")
-    totals: dict[str, float] = {"loss": 0.0}
+    total = 0.0
+    told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the samples of the part that told it
     with torch.enable_grad():
         for rows in torch.arange(n).split(micro_batch or max(n, 1)):
             part = window if len(rows) == n else select_rows(window, rows)
@@ -194,17 +205,23 @@ def update(
                     "the loss has no gradient: velocity or objective detaches it, or model.params do not require grad"
                 )
             value.backward()
-            for name, number in {
-                **{k: float(v) * len(rows) / n for k, v in metrics.items()},
-                "loss": float(value.detach()),
-            }.items():
-                totals[name] = totals.get(name, 0.0) + number
+            total += float(value.detach())
+            for name, number in metrics.items():
+                told.setdefault(name, []).append((float(number), len(rows)))
     params = list(model.params.values())
     norm = torch.nn.utils.clip_grad_norm_(params, torch.inf if grad_clip is None else grad_clip)
     if not bool(torch.isfinite(norm)):
-        raise ValueError(f"gradient norm is {float(norm)} (loss {totals['loss']}): nothing was stepped")
+        raise ValueError(f"gradient norm is {float(norm)} (loss {total}): nothing was stepped")
     optimizer.step()
-    return {**totals, "grad_norm": float(norm)}
+    means = {name: _together(name, *zip(*values, strict=True)) for name, values in told.items()}
+    return {**means, "loss": total, "grad_norm": float(norm)}
+
+
+def _together(name: str, values: Sequence[float], samples: Sequence[int]) -> float:
+    """One metric of the parts that told it: the least of NAME/min, the greatest of NAME/max, else the mean over samples."""
+    if name.endswith(("/min", "/max")):
+        return min(values) if name.endswith("/min") else max(values)
+    return sum(v * n for v, n in zip(values, samples, strict=True)) / sum(samples)
 
 
 def _kept_apart(behaviour: Params, params: Params) -> Params:
@@ -217,12 +234,28 @@ def _kept_apart(behaviour: Params, params: Params) -> Params:
 
 def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps under the plain names, and each step's own as NAME/update_U."""
-    means = {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
+    names = dict.fromkeys(name for u in updates for name in u)
+    told = {name: [u[name] for u in updates if name in u] for name in names}
+    means = {name: _together(name, values, [1] * len(values)) for name, values in told.items()}
     single = {f"{name}/update_{j}": value for j, u in enumerate(updates, 1) for name, value in u.items()}
     return means | single
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _checked_reference(algorithm: Algorithm, reference: Params | None, params: Params, start: int) -> Params | None:
+    """A copy of the reference where the algorithm needs one, which later updates must not touch; of the live params where
+    training begins."""
+    if not algorithm.needs_reference:
+        return None
+    if reference is None and start > 0:
+        raise ValueError(
+            f"start={start}: this algorithm needs reference=, a snapshot of the params training began with"
+        )
+    reference = params if reference is None else reference
+    require_same_keys(params=params, reference=reference)
+    return {name: reference[name].detach().clone() for name in params}
 
 
 def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | None) -> list[str]:
@@ -328,7 +361,7 @@ def diagnose(
         batch, credit = collect()
         again, _ = collect()
         checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
-        window = window_of(batch, credit, torch.arange(batch.rewards.numel()))
+        window = window_of(batch, credit, torch.arange(batch.rewards.numel()), saved)
         checks.append(_replay(model, window, tolerance))
         checks.extend(_gradients(model, algorithm, window, tolerance))
         for _ in range(iterations):
@@ -380,7 +413,10 @@ def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: floa
         loss, keep, metrics = algorithm.objective(model.velocity, model.params, window)
         masked_mean(loss, keep).backward()
     ratio = metrics.get("ratio_deviation")
-    ratios = [] if ratio is None else [Check("ratio is 1", ratio <= tolerance, f"mean |ratio - 1| {ratio:.2e}")]
+    steps = ", ".join(f"{k.partition('/')[2]} {v:.1e}" for k, v in metrics.items() if k.startswith("ratio_deviation/"))
+    ratios = (
+        [] if ratio is None else [Check("ratio is 1", ratio <= tolerance, f"mean |ratio - 1| {ratio:.2e} ({steps})")]
+    )
     reached = [name for name, p in model.params.items() if p.grad is not None and bool((p.grad != 0).any())]
     ours = {id(p) for p in model.params.values()}
     others = [] if module is None else [(n, p) for n, p in module.named_parameters() if id(p) not in ours]

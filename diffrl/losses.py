@@ -1,5 +1,6 @@
 """Per-sample losses: " b", mean over latent axes, unreduced. `masked_mean` is the only reduction in the library."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -39,6 +40,16 @@ def flat_weight(error: Float[Tensor, " b *d"]) -> Float[Tensor, " b *one"]:
 Weight = Callable[[Tensor], Tensor]
 
 
+def _weighted(error: Tensor, weight: Weight) -> Float[Tensor, " b"]:
+    """mean_d w(e) e^2; ValueError unless w(e) is one number or of the error's rank: a " b" weight would meet the last axis."""
+    w = torch.as_tensor(weight(error), dtype=error.dtype, device=error.device)
+    if w.ndim and (w.ndim != error.ndim or any(n not in (1, m) for n, m in zip(w.shape, error.shape, strict=True))):
+        raise ValueError(
+            f"weight(error) must be one number or have the error's rank, every axis 1 or equal: {shapes(weight=w, error=error)}"
+        )
+    return latent_mean(w * error**2)
+
+
 def _nft_branches(v, v_old, x_t, x_0, t, r, beta: float, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
     """(L+ " b", L- " b", r " b"): the two weighted x_0 errors of v(+-) = v_old +- beta (v - v_old), v_old detached."""
     b = require_batch(v=v, v_old=v_old, x_t=x_t, x_0=x_0)
@@ -50,15 +61,16 @@ def _nft_branches(v, v_old, x_t, x_0, t, r, beta: float, weight: Weight) -> tupl
     t, v_old = time_rows("t", t, x_t), v_old.detach()
     shift = beta * (v - v_old)
     plus, minus = predict_x_0(x_t, v_old + shift, t) - x_0, predict_x_0(x_t, v_old - shift, t) - x_0
-    return latent_mean(weight(plus) * plus**2), latent_mean(weight(minus) * minus**2), r
+    return _weighted(plus, weight), _weighted(minus, weight), r
 
 
 def nft(v, v_old, x_t, x_0, t, r, *, beta: float = 1.0, weight: Weight = inverse_abs_error) -> Float[Tensor, " b"]:
     """[r L(+) + (1 - r) L(-)]/beta, L(+-) = mean_d w(e) e^2, e = x_t - t v(+-) - x_0 (DiffusionNFT 2509.16117 eq. 8).
 
     v, v_old, x_t, x_0: " b *d"; t in [0, 1]; r " b" in [0, 1] (`optimality`); v(+-) = v_old +- beta (v - v_old), v_old
-    detached. weight: `inverse_abs_error` (as published) or `flat_weight`. The published factor 5 is the algorithm's.
-    ValueError: shapes, t or r outside [0, 1], beta <= 0.
+    detached. weight: `inverse_abs_error` (as published), `flat_weight`, or any function of the error whose value has its
+    rank, each axis 1 or equal. The published factor 5 is the algorithm's.
+    ValueError: shapes (the weight's too), t or r outside [0, 1], beta <= 0.
     """
     plus, minus, r = _nft_branches(v, v_old, x_t, x_0, t, r, beta, weight)
     return (r * plus + (1 - r) * minus) / beta
@@ -84,7 +96,8 @@ def clipped_ratio(log_prob, log_prob_old, advantages, *, clip: float = 1e-4) -> 
     """max(-A rho, -A clip(rho, 1 - c, 1 + c)), rho = exp(log_prob - log_prob_old): PPO's clipped loss (1707.06347 eq. 7).
 
     All " b"; log_prob_old and advantages detached. With mean-reduced log-probs rho = exp(log-ratio/D), hence clips of
-    1e-4 to 1e-6. ValueError: shapes differ, clip <= 0.
+    1e-4 to 1e-6. A row of advantage 0 has loss and gradient 0 whatever its log-probs, and a row whose gradient the clip
+    removes has gradient 0 also where rho overflows. ValueError: shapes differ, clip <= 0.
 
     >>> clipped_ratio(torch.zeros(1), torch.zeros(1), torch.tensor([2.0]))
     tensor([-2.])
@@ -92,11 +105,16 @@ def clipped_ratio(log_prob, log_prob_old, advantages, *, clip: float = 1e-4) -> 
     b = require_batch(log_prob=log_prob, log_prob_old=log_prob_old, advantages=advantages)
     require_rows(b, log_prob=log_prob)
     log_prob, log_prob_old, advantages = promote(log_prob, log_prob_old, advantages)
-    return _clipped(torch.exp(log_prob - log_prob_old.detach()), advantages.detach(), clip)
+    return _clipped(log_prob - log_prob_old.detach(), advantages.detach(), clip)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+def _clipped(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """PPO's loss of exp(log_ratio), which where the loss does not depend on it is replaced before it can overflow."""
     clip = require_number("clip", clip, low=0, open_low=True)
+    beyond = math.log1p(clip) + 1  # A > 0: the clip has removed the gradient before, so the value stays
+    settled = (advantages > 0) & (log_ratio > beyond)
+    log_ratio = torch.where(advantages == 0, torch.zeros_like(log_ratio), log_ratio)
+    ratio = torch.exp(torch.where(settled, torch.full_like(log_ratio, beyond), log_ratio))
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + clip))
 
 
@@ -116,8 +134,7 @@ def guard_clipped_ratio(log_prob, log_prob_old, mean, mean_old, std, advantages,
         log_prob, log_prob_old, mean, mean_old, std, advantages
     )
     bias = latent_mean((mean - mean_old.detach()) ** 2) / (2 * std**2)
-    ratio = torch.exp((log_prob - log_prob_old.detach() + bias) * std)
-    return _clipped(ratio, advantages.detach(), clip)
+    return _clipped((log_prob - log_prob_old.detach() + bias) * std, advantages.detach(), clip)
 
 
 def advantage_weighted_matching(v, v_old, noise, x_0, advantages, *, clip: float = 1e-4) -> Float[Tensor, " b"]:

@@ -12,12 +12,14 @@ what it needs inside itself.
 import io
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from diffrl.checks import promote, require_number
 
 Engine: TypeAlias = Callable[[np.ndarray], Sequence[str]]
 """UInt8 pictures " b h w 3" in RGB -> b strings; what is read in a picture must not depend on its neighbours."""
@@ -322,3 +324,41 @@ def jpeg_incompressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[s
     the same.
     """
     return _jpeg_kilobytes("jpeg_incompressibility", quality, 1.0)
+
+
+# ---- several rewards --------------------------------------------------------------------------------------------------
+
+
+class WeightedSum(NamedTuple):
+    """sum_j weights_j rewards_j, itself a reward. The single values reach `Batch.parts`, for advantages or directions per
+    reward. A sample for which any of them is missing has no reward. Make it with `weighted_sum`."""
+
+    rewards: Mapping[str, Callable[[Tensor, Sequence[str]], Tensor]]
+    weights: tuple[float, ...]
+
+    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """images, one prompt each -> float " b"."""
+        each = [torch.as_tensor(reward(images, prompts)) for reward in self.rewards.values()]
+        return self.total(torch.stack(promote(*each), dim=1))
+
+    def total(self, parts: Tensor) -> Tensor:
+        """parts " b j" -> sum_j w_j parts_j " b", nan where any part is not finite."""
+        total = parts @ torch.tensor(self.weights, dtype=parts.dtype, device=parts.device)
+        return torch.where(torch.isfinite(parts).all(1), total, torch.nan)
+
+
+def weighted_sum(
+    rewards: Mapping[str, Callable[[Tensor, Sequence[str]], Tensor]], weights: Mapping[str, float] | None = None
+) -> WeightedSum:
+    """Several rewards as one, R = sum_j w_j R_j on raw scores (the mixture of 2610.12572). weights by the same names,
+    finite; None: 1 each. ValueError: no rewards, other names.
+
+    >>> weighted_sum({"a": lambda i, p: torch.ones(1), "b": lambda i, p: torch.ones(1)}, {"a": 2, "b": -1})(None, ["x"])
+    tensor([1.])
+    """
+    if not isinstance(rewards, Mapping) or not rewards:
+        raise ValueError(f"rewards must be a non-empty mapping of rewards by name, got {rewards!r}")
+    if weights is not None and weights.keys() != rewards.keys():
+        raise ValueError(f"weights {sorted(weights)} must have the names of the rewards {sorted(rewards)}")
+    given = dict.fromkeys(rewards, 1.0) if weights is None else weights
+    return WeightedSum(dict(rewards), tuple(require_number(f"weights[{n!r}]", given[n]) for n in rewards))

@@ -184,7 +184,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[d
         prepare_folder(folder, s, overwrite=overwrite)
     with contextlib.nullcontext() if resume else _alone(folder):
         rows = _rows_before(folder, s, rows, start, base)
-        _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base)
+        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base)
         if bench.model.export is not None:
             bench.model.export(folder / "adapter")
         if pictures:
@@ -229,7 +229,7 @@ def _rows_before(
     return rows
 
 
-def _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base) -> None:
+def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base) -> None:
     """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration."""
     settings = {
         "group_size": s.group_size,
@@ -249,7 +249,15 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, progress, base
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
     training = train(
-        bench.model, algorithm, bench.prompts, bench.reward, optimizer, start=start, behaviour=behaviour, **settings
+        bench.model,
+        algorithm,
+        bench.prompts,
+        bench.reward,
+        optimizer,
+        start=start,
+        behaviour=behaviour,
+        reference=initial,  # the adapter as it was seeded, also in a resumed run
+        **settings,
     )
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)

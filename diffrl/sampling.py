@@ -1,13 +1,13 @@
-"""From noise to samples: conversions, time grids, transition kernels, rollouts, log-probabilities and KLs.
+"""From noise to samples: time grids, seeds, rollouts, windows and wrappers; the transition kernels come from `kernels`.
 
 Every kernel is one function `(x_t, v, t, t_next) -> (mean, std)`, used alike by rollout, replay and KL. Equations are in
 the library's convention (x_t = (1 - t) x_0 + t eps, v = eps - x_0, D = t - t_next > 0).
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,49 +21,53 @@ from diffrl.checks import (
     require_cond,
     require_count,
     require_number,
-    require_rows,
     require_tensors,
     shapes,
-    time_pair,
-    time_rows,
+)
+from diffrl.kernels import (
+    Past,
+    Time,
+    cps_step,
+    dance_sde_step,
+    dpm2_step,
+    euler_step,
+    flow_sde_step,
+    interpolate,
+    latent_mean,
+    latent_sum,
+    predict_noise,
+    predict_x_0,
+    transition_kl,
+    transition_log_prob,
 )
 from diffrl.types import Cond, Params, Step, Trajectory, Velocity
 
-Time = Any  # float, 0-d tensor or " b" tensor
-
-
-def interpolate(x_0: Float[Tensor, " b *d"], noise: Float[Tensor, " b *d"], t: Time) -> Float[Tensor, " b *d"]:
-    """x_t = (1 - t) x_0 + t eps: the straight path from data (t = 0) to noise (t = 1), rectified flow 2209.03003 eq. 1.
-
-    t in [0, 1]: float, 0-d or " b". Returns float32 or better. ValueError: shapes differ, t outside [0, 1].
-
-    >>> interpolate(torch.zeros(1, 2), torch.ones(1, 2), 0.25)
-    tensor([[0.2500, 0.2500]])
-    """
-    require_batch(x_0=x_0, noise=noise)
-    x_0, noise = promote(x_0, noise)
-    t = column(time_rows("t", t, x_0), x_0)
-    return (1 - t) * x_0 + t * noise
-
-
-def predict_x_0(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time) -> Float[Tensor, " b *d"]:
-    """x_0 = x_t - t v, the end of the straight path through x_t with velocity v = eps - x_0 (derived from the convention).
-
-    t in [0, 1]: float, 0-d or " b". ValueError: shapes differ, t outside [0, 1].
-    """
-    require_batch(x_t=x_t, v=v)
-    x_t, v = promote(x_t, v)
-    return x_t - column(time_rows("t", t, x_t), x_t) * v
-
-
-def predict_noise(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time) -> Float[Tensor, " b *d"]:
-    """eps = x_t + (1 - t) v, the noise end of the same path (derived from the convention).
-
-    t in [0, 1]: float, 0-d or " b". ValueError: shapes differ, t outside [0, 1].
-    """
-    require_batch(x_t=x_t, v=v)
-    x_t, v = promote(x_t, v)
-    return x_t + (1 - column(time_rows("t", t, x_t), x_t)) * v
+__all__ = [
+    "Past",
+    "Time",
+    "chunked",
+    "classifier_free",
+    "cps_step",
+    "dance_sde_step",
+    "dpm2_step",
+    "euler_step",
+    "flow_sde_step",
+    "interpolate",
+    "latent_mean",
+    "latent_sum",
+    "mix_window",
+    "mix_windows",
+    "predict_noise",
+    "predict_x_0",
+    "random_window",
+    "rollout",
+    "sample_seeds",
+    "sde_window",
+    "seeded_noise",
+    "time_grid",
+    "transition_kl",
+    "transition_log_prob",
+]
 
 
 def time_grid(steps: int, *, shift: float = 1.0, dtype: torch.dtype | None = None) -> Float[Tensor, " {steps}+1"]:
@@ -83,132 +87,6 @@ def time_grid(steps: int, *, shift: float = 1.0, dtype: torch.dtype | None = Non
     if not bool((t.diff() < 0).all()):
         raise ValueError(f"steps={steps} with shift={shift} gives times that coincide in {t.dtype}")
     return t
-
-
-def euler_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_next: Time):
-    """mean = x_t - D v, std = 0: the first-order step of the probability-flow ODE dx/dt = v.
-
-    Returns (mean " b *d", std " b"). ValueError: shapes differ, not 0 <= t_next < t <= 1.
-
-    >>> euler_step(torch.ones(1, 1), torch.ones(1, 1), 0.5, 0.25)
-    (tensor([[0.7500]]), tensor([0.]))
-    """
-    require_batch(x_t=x_t, v=v)
-    x_t, v = promote(x_t, v)
-    now, then = time_pair(t, t_next, x_t)
-    return x_t - column(now - then, x_t) * v, torch.zeros_like(now)
-
-
-def flow_sde_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_next: Time, *, eta: float = 0.7):
-    """Flow-GRPO's SDE (2505.05470 eq. 9): s2 = eta^2 t/(1 - t*), std = eta sqrt(t D/(1 - t*)),
-
-        mean = x_t (1 - s2 D/(2t)) - v (1 + s2 (1 - t)/(2t)) D,      t* = t, but t* = t_next where t = 1.
-
-    std is the whole transition's. At t = 1 it is eta exactly, whatever the grid (the published choice: their sigmas[1]).
-    Returns (mean " b *d", std " b"). ValueError: shapes differ, not 0 <= t_next < t <= 1, eta < 0.
-    """
-    require_batch(x_t=x_t, v=v)
-    eta = require_number("eta", eta, low=0)
-    x_t, v = promote(x_t, v)
-    now, then = time_pair(t, t_next, x_t)
-    delta = now - then
-    rest = 1 - torch.where(now == 1, then, now)
-    s2 = eta**2 * now / rest
-    on_x = 1 - s2 * delta / (2 * now)
-    on_v = (1 + s2 * (1 - now) / (2 * now)) * delta
-    return column(on_x, x_t) * x_t - column(on_v, x_t) * v, eta * torch.sqrt(now * delta / rest)
-
-
-def dance_sde_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_next: Time, *, eta: float = 0.3):
-    """DanceGRPO's SDE with constant noise (2505.07818 eq. 8): std = eta sqrt(D),
-
-        mean = x_t - D v - (eta^2/2) D (x_t + (1 - t) v)/t.
-
-    Returns (mean " b *d", std " b"). ValueError: shapes differ, not 0 <= t_next < t <= 1, eta < 0.
-    """
-    require_batch(x_t=x_t, v=v)
-    eta = require_number("eta", eta, low=0)
-    x_t, v = promote(x_t, v)
-    now, then = time_pair(t, t_next, x_t)
-    delta = now - then
-    pull = eta**2 / 2 * delta / now
-    mean = column(1 - pull, x_t) * x_t - column(delta + pull * (1 - now), x_t) * v
-    return mean, eta * torch.sqrt(delta)
-
-
-def cps_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_next: Time, *, eta: float = 0.8):
-    """Coefficients-preserving sampling (2509.05952): std = t_next sin(eta pi/2),
-
-        mean = (1 - t_next) (x_t - t v) + t_next cos(eta pi/2) (x_t + (1 - t) v).
-
-    The coefficient on noise stays t_next; the marginals do not stay p_t (E[eps|x] has less than unit variance). std is 0
-    on the step that ends at t = 0. Returns (mean " b *d", std " b"). ValueError: as the others, eta outside [0, 1].
-    """
-    require_batch(x_t=x_t, v=v)
-    eta = require_number("eta", eta, low=0, high=1)
-    x_t, v = promote(x_t, v)
-    now, then = time_pair(t, t_next, x_t)
-    kept = then * math.cos(eta * math.pi / 2)
-    x_0 = x_t - column(now, x_t) * v
-    noise = x_t + column(1 - now, x_t) * v
-    return column(1 - then, x_t) * x_0 + column(kept, x_t) * noise, then * math.sin(eta * math.pi / 2)
-
-
-def latent_mean(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
-    """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D)."""
-    (x,) = promote(x)
-    return x.flatten(1).mean(1) if x.ndim > 1 else x
-
-
-def latent_sum(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
-    """Sum over all latent axes: the exact joint log-density; clip ranges then depend on the resolution."""
-    (x,) = promote(x)
-    return x.flatten(1).sum(1) if x.ndim > 1 else x
-
-
-def transition_log_prob(
-    x_next: Float[Tensor, " b *d"],
-    mean: Float[Tensor, " b *d"],
-    std: Float[Tensor, " b"],
-    *,
-    reduce: Callable[[Tensor], Tensor] = latent_mean,
-) -> Float[Tensor, " b"]:
-    """reduce_d[-(x_next - mean)^2/(2 std^2) - log std - log(2 pi)/2], the exact Normal log-density, constants kept.
-
-    reduce: `latent_mean` (default: does not grow with resolution, so clip ranges carry over) or `latent_sum`.
-    nan where std = 0 (a deterministic step has no density). ValueError: shapes differ, std negative or not finite.
-    """
-    b = require_batch(x_next=x_next, mean=mean)
-    require_rows(b, std=std)
-    x_next, mean, std = promote(x_next, mean, std)
-    safe = column(_positive(std), x_next)
-    log_prob = reduce(-((x_next - mean) ** 2) / (2 * safe**2) - torch.log(safe) - math.log(2 * math.pi) / 2)
-    return torch.where(std > 0, log_prob, torch.full_like(log_prob, math.nan))
-
-
-def transition_kl(
-    mean_p: Float[Tensor, " b *d"],
-    mean_q: Float[Tensor, " b *d"],
-    std: Float[Tensor, " b"],
-    *,
-    reduce: Callable[[Tensor], Tensor] = latent_mean,
-) -> Float[Tensor, " b"]:
-    """reduce_d[(mean_p - mean_q)^2/(2 std^2)]: KL of two Gaussian transitions with equal std (hence symmetric).
-
-    nan where std = 0. ValueError: shapes differ, std negative or not finite.
-    """
-    b = require_batch(mean_p=mean_p, mean_q=mean_q)
-    require_rows(b, std=std)
-    mean_p, mean_q, std = promote(mean_p, mean_q, std)
-    kl = reduce((mean_p - mean_q) ** 2 / (2 * column(_positive(std), mean_p) ** 2))
-    return torch.where(std > 0, kl, torch.full_like(kl, math.nan))
-
-
-def _positive(std: Tensor) -> Tensor:
-    """std with zeros replaced by 1, so that no nan enters the graph before `where` selects; refuses what is no std."""
-    if not bool((torch.isfinite(std) & (std >= 0)).all()):
-        raise ValueError(f"std must be finite and >= 0, got {std.tolist()}")
-    return torch.where(std > 0, std, torch.ones_like(std))
 
 
 def seeded_noise(seeds: Int[Tensor, " b"], shape: Sequence[int], *, stream: int = 0) -> Float[Tensor, " b *d"]:
@@ -275,7 +153,9 @@ def rollout(
     seeds (with both, the noise starts and the seeds drive the steps). A start drawn from seeds has the times' dtype, one
     given as noise its own, both at least float32. step: one kernel or one per step. keep: sorted step indices to store,
     None = all; memory is linear in kept steps only. cond: tensors with leading axis b. Nothing here carries gradient.
-    What is stored is what is scored.
+    What is stored is what is scored. A kernel with a keyword `past` (`dpm2_step`) is given the step before as
+    `Past(x_0, t)`, whichever kernel took it; None on the first step and after a stochastic one (t = inf in the rows that
+    drew noise, if only some did).
 
     ValueError: times not strictly decreasing inside [0, 1]; neither noise nor seeds; seeds without shape; a
     stochastic kernel without seeds; a wrong number of kernels; keep unsorted, repeated or out of range; a cond tensor
@@ -284,25 +164,20 @@ def rollout(
     grid = _checked_times(times)
     n = len(grid) - 1
     kernels = _checked_kernels(step, n)
+    remembers = [*map(_takes_past, kernels), False]
     kept = _checked_keep(keep, n)
-    if noise is None:
-        if seeds is None or shape is None:
-            raise ValueError(f"give noise=, or seeds= with one sample's shape=: {shapes(seeds=seeds, shape=shape)}")
-        noise = seeded_noise(seeds, shape).to(torch.promote_types(times.dtype, torch.float32))
-    elif shape is not None and tuple(shape) != tuple(noise.shape[1:]):
-        raise ValueError(f"shape {tuple(shape)} is not one sample's of {shapes(noise=noise)}")
-    b = require_batch(noise=noise)
-    if seeds is not None and tuple(_checked_seeds(seeds).shape) != (b,):
-        raise ValueError(f"one seed per sample: {shapes(seeds=seeds, noise=noise)}")
-    (x,) = promote(noise.detach().clone())
+    x = _start(grid, noise, seeds, shape)
+    b = len(x)
     require_cond(cond, b)
     grid = grid.to(x)
     rows: list[tuple[Tensor, ...]] = []
+    past: Past | None = None
     with torch.no_grad():
         for i, kernel in enumerate(kernels):
             t, t_next = grid[i], grid[i + 1]
             v = _finite_velocity(velocity(params, x, t.expand(b), cond), x, i, float(t))
-            mean, std = _checked_transition(kernel(x, v, t, t_next), x, i)
+            memory = {"past": past} if remembers[i] else {}
+            mean, std = _checked_transition(kernel(x, v, t, t_next, **memory), x, i)
             x_next = mean
             if bool((std > 0).any()):
                 if seeds is None:
@@ -312,8 +187,40 @@ def rollout(
                 x_next = mean + column(std, x) * seeded_noise(seeds, x.shape[1:], stream=i + 1).to(x)
             if i in kept:
                 rows.append((x, x_next, v, std, transition_log_prob(x_next, mean, std)))
+            past = _past(x, v, t, std) if remembers[i + 1] else None
             x = x_next
     return _pack(x, rows, grid, kept, seeds)
+
+
+def _start(times: Tensor, noise: Tensor | None, seeds: Tensor | None, shape: Sequence[int] | None) -> Tensor:
+    """The state at times[0]: the noise, or stream 0 of the seeds, detached, float32 or better, nobody else's memory."""
+    if noise is None:
+        if seeds is None or shape is None:
+            raise ValueError(f"give noise=, or seeds= with one sample's shape=: {shapes(seeds=seeds, shape=shape)}")
+        noise = seeded_noise(seeds, shape).to(torch.promote_types(times.dtype, torch.float32))
+    elif shape is not None and tuple(shape) != tuple(noise.shape[1:]):
+        raise ValueError(f"shape {tuple(shape)} is not one sample's of {shapes(noise=noise)}")
+    b = require_batch(noise=noise)
+    if seeds is not None and tuple(_checked_seeds(seeds).shape) != (b,):
+        raise ValueError(f"one seed per sample: {shapes(seeds=seeds, noise=noise)}")
+    return promote(noise.detach().clone())[0]
+
+
+def _takes_past(kernel: Callable) -> bool:
+    """Whether the kernel can be called with past=...; functools.partial and functools.wraps are seen through."""
+    try:
+        parameter = inspect.signature(kernel).parameters.get("past")
+    except (TypeError, ValueError):  # a callable written in C
+        return False
+    return parameter is not None and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _past(x: Tensor, v: Tensor, t: Tensor, std: Tensor) -> Past | None:
+    """What the step just taken leaves to the next: nothing in the rows that drew noise, which begin anew."""
+    noisy = std > 0
+    if bool(noisy.all()):
+        return None
+    return Past(predict_x_0(x, v, t), torch.where(noisy, torch.full_like(std, math.inf), t))
 
 
 def _pack(x: Tensor, rows: list, grid: Tensor, kept: list[int], seeds: Tensor | None) -> Trajectory:
@@ -335,7 +242,7 @@ def _checked_times(times: Tensor) -> Tensor:
     return times
 
 
-def _checked_kernels(step: Step | Sequence[Step], n: int) -> list[Step]:
+def _checked_kernels(step: Step | Sequence[Step], n: int) -> list[Callable[..., tuple[Tensor, Tensor]]]:
     if not callable(step) and not isinstance(step, Sequence):
         raise ValueError(f"step must be a kernel or a sequence of {n}, got {step!r}")
     kernels = [step] * n if callable(step) else list(step)
@@ -370,7 +277,7 @@ def _finite_velocity(v: Tensor, x: Tensor, i: int, t: float) -> Tensor:
 
 
 def _checked_transition(transition: tuple[Tensor, Tensor], x: Tensor, i: int) -> tuple[Tensor, Tensor]:
-    """(mean, std) of a kernel in the state's dtype; ValueError unless (" b *d", " b") and the mean is finite."""
+    """(mean, std) of a kernel in the state's dtype; ValueError unless (" b *d", " b"), finite, std >= 0."""
     mean, std = transition
     require_tensors(mean=mean, std=std)
     if mean.shape != x.shape or tuple(std.shape) != (len(x),):
@@ -379,6 +286,8 @@ def _checked_transition(transition: tuple[Tensor, Tensor], x: Tensor, i: int) ->
         )
     if not bool(torch.isfinite(mean).all()):
         raise ValueError(f"the kernel of step {i} returned a mean that is not finite")
+    if not bool((torch.isfinite(std) & (std >= 0)).all()):
+        raise ValueError(f"the kernel of step {i} returned a std that is not finite and >= 0: {std.tolist()}")
     return mean.to(x.dtype), std.to(x.dtype)
 
 
@@ -399,23 +308,42 @@ def sde_window(steps: int, *, start: int, size: int) -> range:
     return range(start, start + size)
 
 
-def mix_windows(steps: int, *, size: int, stride: int, every: int) -> Iterator[range]:
-    """MixGRPO's sliding window (2507.21802): one window per iteration, moved by `stride` after `every` iterations.
+def mix_window(i: int, *, steps: int, size: int, stride: int, every: int) -> range:
+    """MixGRPO's sliding window (2507.21802) in iteration i >= 0: it starts at stride * ((i // every) mod places).
 
-    Windows stay full and inside 0..steps-2; past the end they roll back to the start (the published schedule shrinks
-    there and trains nothing for some iterations). Endless. ValueError: counts < 1, a size that fits nowhere.
+    places = (steps - 1 - size) // stride + 1: the window moves by `stride` after `every` iterations, stays full and
+    inside 0..steps-2, and past the end rolls back to the start (the published schedule shrinks there and trains nothing
+    for some iterations). A function of i alone, so that a resumed run goes on where it stopped. ValueError: i < 0, counts
+    < 1, a size that fits nowhere.
+
+    >>> [mix_window(i, steps=6, size=3, stride=2, every=1) for i in range(3)]
+    [range(0, 3), range(2, 5), range(0, 3)]
     """
-    stride, every = require_count("stride", stride), require_count("every", every)
+    i, stride, every = require_count("i", i, low=0), require_count("stride", stride), require_count("every", every)
+    first = sde_window(steps, start=0, size=size)
+    places = (steps - 1 - len(first)) // stride + 1
+    return sde_window(steps, start=i // every % places * stride, size=size)
+
+
+def mix_windows(steps: int, *, size: int, stride: int, every: int) -> Iterator[range]:
+    """`mix_window` of the iterations 0, 1, 2, ..., endless. ValueError at the call: counts < 1, a size that fits nowhere."""
+    mix_window(0, steps=steps, size=size, stride=stride, every=every)
+    return (mix_window(i, steps=steps, size=size, stride=stride, every=every) for i in itertools.count())
+
+
+def random_window(seed: int, *, steps: int, size: int) -> range:
+    """Flow-GRPO-Fast's window (2505.05470): its start is uniform in {0, ..., max(steps // 2 - size, 0)}.
+
+    A function of the seed alone (numpy's SeedSequence, in a key space apart from `sample_seeds`), inside 0..steps-2.
+    ValueError: seed < 0, counts < 1, a size that fits nowhere.
+
+    >>> random_window(0, steps=10, size=5)
+    range(0, 5)
+    """
+    seed = require_count("seed", seed, low=0)
     sde_window(steps, start=0, size=size)
-    return _mix_windows(steps, size, stride, every)
-
-
-def _mix_windows(steps: int, size: int, stride: int, every: int) -> Iterator[range]:
-    start = 0
-    while True:
-        for _ in range(every):
-            yield sde_window(steps, start=start, size=size)
-        start = start + stride if start + stride + size <= steps - 1 else 0
+    word = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0]
+    return sde_window(steps, start=int(word) % (max(steps // 2 - size, 0) + 1), size=size)
 
 
 def classifier_free(velocity: Velocity, *, scale: float) -> Velocity:

@@ -3,21 +3,32 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diffrl import rewards
-from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art, art_flash, art_pairwise, noisiest
+from diffrl import algorithms, rewards
+from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
 from diffrl.checks import require_count, require_number
 from diffrl.models import from_pipeline
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.types import Params, Reward
 from diffrl.windows import encode, score_images
 
-ALGORITHMS: dict[str, Callable[..., Algorithm]] = {"art": art, "art_flash": art_flash, "art_pairwise": art_pairwise}
+NAMES = (
+    *("art", "art_flash", "art_pairwise", "flow_grpo", "flow_grpo_fast", "mix_grpo", "dance_grpo", "grpo_guard"),
+    *("cps_grpo", "flow_dppo", "nft", "nft_ocr", "awm"),
+)
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {name: getattr(algorithms, name) for name in NAMES}
+PASSED_ON: dict[str, Callable[..., Algorithm]] = {
+    "art_pairwise": algorithms.art,
+    "cps_grpo": algorithms.flow_grpo,
+    "nft_ocr": algorithms.nft,
+}
+"""Factories whose other keywords are those of another."""
 REWARDS: dict[str, Callable[..., Any]] = {
     "ocr": rewards.ocr,
     "tesseract_ocr": rewards.tesseract_ocr,
@@ -121,13 +132,26 @@ def check_settings(s: Settings) -> None:
 
 
 def make_algorithm(s: Settings) -> Algorithm:
-    """The named algorithm with the run's trained steps and radius."""
+    """The named algorithm with the run's trained steps and radius, where it has those; auto steps are ART's as tuned for
+    this loop, and the published ones of every other algorithm. ValueError: an option that the algorithm does not have."""
     candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
     if s.algorithm == "art_flash" and s.trained_steps == "auto":
         return art_flash(noisiest=min(4, s.steps), radius=s.radius)
     if s.algorithm == "art_flash":
         return art_flash(noisiest=len(candidates(s.steps)), steps_per_sample=per_sample, radius=s.radius)
-    return ALGORITHMS[s.algorithm](trained_steps=candidates, steps_per_sample=per_sample, radius=s.radius)
+    factory, of_art = ALGORITHMS[s.algorithm], s.algorithm in ("art", "art_pairwise")
+    described = PASSED_ON.get(s.algorithm, factory)
+    known = set(signature(described).parameters)
+    chosen: dict[str, Any] = {}
+    if "radius" in known:
+        chosen["radius"] = s.radius
+    elif s.radius != Settings.radius:
+        raise ValueError(f"--radius {s.radius}: {s.algorithm} has no trust region")
+    if of_art or (s.trained_steps != "auto" and "trained_steps" in known):
+        chosen |= {"trained_steps": candidates, "steps_per_sample": per_sample}
+    elif s.trained_steps != "auto":
+        raise ValueError(f"--trained-steps {s.trained_steps!r}: {s.algorithm} trains the steps of its own window")
+    return factory(**chosen)
 
 
 def make_reward(name: str, *, threads: int = 2) -> Reward:
@@ -153,6 +177,8 @@ class Judge:
 
     def __init__(self, reward: Reward):
         self.reward, self.exact = reward, float("nan")
+        if isinstance(reward, rewards.WeightedSum):  # its single values reach `Batch.parts` as without a judge
+            self.rewards, self.total = reward.rewards, reward.total
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         if not isinstance(self.reward, rewards.TextReward):

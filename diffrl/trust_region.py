@@ -104,3 +104,41 @@ def ramp(i: int, *, rate: float, cap: float, flat: int = 0) -> float:
     i, flat = require_count("i", i, low=0), require_count("flat", flat, low=0)
     rate, cap = require_number("rate", rate, low=0), require_number("cap", cap, low=0, high=1)
     return 0.0 if i < flat else min(rate * (i - flat), cap)
+
+
+class AdaptiveRadius:
+    """A radius that follows the policy: the q-quantile of `kl` over the last `updates` updates, never the current one.
+
+    Derived here: at a stationary drift at most 1 - q of the states lie beyond it. per_step: one radius per step index,
+    which removes the fixed radius's tightening toward low noise. Until an update was seen: `first`; never below `floor`;
+    updates whose largest kl is below `floor` (the on-policy first ones) are not counted.
+
+    Called as radius(step indices " w", kl " w") -> " w" by `objectives.guided_regression`, once per micro-batch. It has a
+    memory (`history`), which no checkpoint holds: a resumed run starts at `first` again. ValueError: q outside [0, 1],
+    counts < 1, first or floor <= 0.
+    """
+
+    def __init__(
+        self, *, q: float = 0.5, updates: int = 20, floor: float = 1e-7, first: float = 1e-5, per_step: bool = False
+    ):
+        self.q = require_number("q", q, low=0, high=1)
+        self.updates = require_count("updates", updates)
+        self.floor = require_number("floor", floor, low=0, open_low=True)
+        self.first = require_number("first", first, low=0, open_low=True)
+        self.per_step = per_step
+        self.history: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, columns: Tensor, kl: Tensor) -> Tensor:
+        seen, kl = kl.detach().double().cpu(), kl.detach()
+        columns = columns.cpu() if self.per_step else torch.zeros_like(columns.cpu())
+        limit = torch.full_like(seen, self.first)
+        if self.history:
+            old = [torch.cat(parts) for parts in zip(*self.history, strict=True)]
+            for j in columns.unique():
+                values = old[1][old[0] == j]
+                if len(values):
+                    limit[columns == j] = max(float(torch.quantile(values, self.q)), self.floor)
+        usable = torch.isfinite(seen)
+        if bool(usable.any()) and float(seen[usable].max()) >= self.floor:
+            self.history = [*self.history, (columns[usable], seen[usable])][-self.updates :]
+        return limit.to(kl)

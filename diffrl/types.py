@@ -54,13 +54,64 @@ class Gridded(NamedTuple):
     """A velocity that knows how it is sampled: what `Algorithm.collect` is given by the loop. Callable like the velocity.
 
     times: (steps) -> " steps+1" is the model's own grid, so that a collect that needs another number of steps (a draft)
-    can ask for it; steps: sampling steps of the run; shape: one sample's latent shape.
+    can ask for it; steps: sampling steps of the run; shape: one sample's latent shape; iteration: of the training loop,
+    for a collect whose window moves (MixGRPO) and which stays a pure function of it.
     """
 
     velocity: Velocity
     times: Callable[[int], Tensor]
     steps: int
     shape: tuple[int, ...]
+    iteration: int = 0
 
     def __call__(self, params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         return self.velocity(params, x_t, t, cond)
+
+
+# ---- what an algorithm is made of -------------------------------------------------------------------------------------
+
+Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(latents " b *d", prompt rows " b") -> rewards " b"; after the call `score.parts`, where it exists, is " b j" or None."""
+
+Metrics: TypeAlias = dict[str, float]
+
+
+class Batch(NamedTuple):
+    """One rollout of g prompts x k samples: its trajectory (b = g k rows, prompt-major), rewards, one cond row per prompt.
+
+    parts: the j single rewards that `rewards` is made of, where the reward has several; else None.
+    """
+
+    trajectory: Trajectory
+    rewards: Float[Tensor, " g k"]
+    cond: Cond
+    parts: Float[Tensor, " g k j"] | None = None
+
+
+class Window(NamedTuple):
+    """The rows of a Batch that one optimizer step sees: everything with one row per sample, and the reference params
+    (a snapshot of the policy that training started from) where the algorithm asks for them."""
+
+    trajectory: Trajectory
+    rewards: Float[Tensor, " b"]
+    cond: Cond
+    credit: Mapping[str, Tensor]
+    reference: Params | None = None
+
+
+Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor, Metrics]]
+"""(velocity, params, window) -> (loss " w", keep " w" Bool or weight, metrics), w = samples x trained steps of the window."""
+
+
+class Algorithm(NamedTuple):
+    """Four functions and three facts; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
+    every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
+    `needs_reference`: the objective reads `window.reference`, which the loop then keeps."""
+
+    collect: Callable[[Velocity, Params, Cond, Int[Tensor, " g k"], Score], Batch]
+    credit: Callable[[Batch], Mapping[str, Tensor]]
+    objective: Objective
+    behaviour: Callable[[Params, Params, int], Params]
+    updates: int
+    pool: int | None = None
+    needs_reference: bool = False

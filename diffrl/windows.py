@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffrl.algorithms import Batch, Window
 from diffrl.checks import require_cond
 from diffrl.guidance import dead_groups
-from diffrl.types import Cond, Params, Reward, Trajectory
+from diffrl.types import Batch, Cond, Params, Reward, Trajectory, Window
 
 
 def prompts_of_iteration(seed: int, i: int, n: int, g: int) -> list[int]:
@@ -39,8 +38,8 @@ def split_within_prompt(g: int, k: int, updates: int) -> list[Tensor]:
     return [torch.nonzero((member + prompt) % updates == u).flatten() for u in range(updates)]
 
 
-def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor) -> Window:
-    """The given rows of a batch and its credit, cond expanded to one row per sample."""
+def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor, reference: Params | None = None) -> Window:
+    """The given rows of a batch and its credit, cond expanded to one row per sample; reference: params, passed on."""
     k = batch.rewards.shape[1]
     tr = batch.trajectory
     rows = rows.to(tr.x_0.device)
@@ -49,6 +48,7 @@ def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor) -> Windo
         rewards=batch.rewards.flatten()[rows.to(batch.rewards.device)],
         cond={name: value[(rows // k).to(value.device)] for name, value in batch.cond.items()},
         credit={name: value[rows.to(value.device)] for name, value in credit.items()},
+        reference=reference,
     )
 
 
@@ -59,6 +59,7 @@ def select_rows(window: Window, rows: Tensor) -> Window:
         rewards=window.rewards[rows.to(window.rewards.device)],
         cond={name: value[rows.to(value.device)] for name, value in window.cond.items()},
         credit={name: value[rows.to(value.device)] for name, value in window.credit.items()},
+        reference=window.reference,
     )
 
 
@@ -79,10 +80,14 @@ def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = No
 
 
 class Score:
-    """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward."""
+    """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward.
+
+    parts: after a call, the single rewards " b j" where the reward has several (`rewards.WeightedSum`), else None.
+    """
 
     def __init__(self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str]):
         self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
+        self.parts: Tensor | None = None
 
     def __call__(self, latents: Tensor, rows: Tensor) -> Tensor:
         images = self.decode(latents.clone())  # where decode returns what it is given, a reward may write into it
@@ -90,7 +95,15 @@ class Score:
             got = len(images) if hasattr(images, "__len__") else repr(images)
             raise ValueError(f"decode must return one image per sample, {len(latents)}, got {got}")
         began = time.perf_counter()
-        values = score_images(self.reward, images, [self.prompts[int(r)] for r in rows])
+        texts = [self.prompts[int(r)] for r in rows]
+        single, total = getattr(self.reward, "rewards", None), getattr(self.reward, "total", None)
+        if isinstance(single, Mapping) and callable(total):  # each is asked once, and may fail for images of its own
+            own = images.clone if isinstance(images, Tensor) else lambda: images  # one may write into what it is given
+            each = [score_images(reward, own(), texts) for reward in single.values()]
+            self.parts = torch.stack(torch.broadcast_tensors(*each), dim=1).to(latents.device)
+            values = total(self.parts)
+        else:
+            values = score_images(self.reward, images, texts)
         self.seconds += time.perf_counter() - began
         return values.to(latents.device)
 

@@ -70,6 +70,43 @@ def gaussian_gain(t: Tensor, variance: Tensor | float) -> Tensor:
     return (1 - k) / t
 
 
+def moments(w: Tensor, reward: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(q " n", v_fwd " n d", g " n d") under any weights w " n M" (they sum to 1), as plain sums: E[r], E[u], E[r u] - q E[u]."""
+    q = (w * reward).sum(1)
+    v_fwd = (w[..., None] * u).sum(1)
+    return q, v_fwd, (w[..., None] * reward[None, :, None] * u).sum(1) - q[:, None] * v_fwd
+
+
+def six_atoms() -> Atoms:
+    """Six equally likely atoms on a line, rewards 0, .2, ..., 1. MATH section 4 prints 1.00, 1.05, .45, .001 without its
+    toy: this one, found by a search over half-integers, prints the same."""
+    x = torch.tensor([-3.5, -2.0, 0.0, 0.0, 0.0, 2.0], dtype=F64)
+    return Atoms(x[:, None], torch.full((6,), 1 / 6, dtype=F64), torch.arange(6, dtype=F64) / 5)
+
+
+def line_density(world: Atoms, s: Tensor, t: float) -> Tensor:
+    """p_t(s) " n" of a world in one dimension: a mixture of N((1 - t) x_j, t^2)."""
+    gap = (s[:, None] - (1 - t) * world.x[None, :, 0]) / t
+    return (torch.exp(-(gap**2) / 2) / (t * math.sqrt(2 * math.pi))) @ world.prior
+
+
+def collapse_recursion(
+    c: float, iterations: int, *, steps: int = 10, shift: float = 3.0, rate: float = 0.2
+) -> list[float]:
+    """Endpoint std after 0..iterations updates A += rate c (A_ideal(S^2) - A) in plain floats (MATH section 4)."""
+    u = [1 - i / steps for i in range(steps + 1)]
+    t = [shift * x / (1 + (shift - 1) * x) for x in u]
+
+    def ideal(time: float, variance: float) -> float:
+        return (1 - (1 - time) * variance / ((1 - time) ** 2 * variance + time**2)) / time
+
+    gain, out = [ideal(time, 1.0) for time in t[:-1]], []
+    for _ in range(iterations + 1):
+        out.append(abs(math.prod(1 - (now - then) * a for now, then, a in zip(t, t[1:], gain))))
+        gain = [a + rate * c * (ideal(time, out[-1] ** 2) - a) for time, a in zip(t, gain)]
+    return out
+
+
 def affine_endpoint_std(step, times: Tensor, variance: float) -> float:
     """Endpoint std of N(0, 1) pushed through `step` with the exact velocity of N(0, variance): Var <- a^2 Var + std^2.
 

@@ -19,9 +19,10 @@ TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 
 FLOORS = {
     **dict.fromkeys(("version", "types", "checks"), 0),
-    **dict.fromkeys(("sampling", "guidance", "losses", "parallel"), 1),
+    **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
+    **dict.fromkeys(("directions", "conflicts", "diversity"), 1),
     **dict.fromkeys(("quant", "trust_region", "rewards", "models", "families"), 2),
-    "algorithms": 3,
+    **dict.fromkeys(("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions"), 3),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
 }
 HEAVY = {
@@ -251,6 +252,7 @@ TESTED_THROUGH = {
     "families.checked_size": "from_pipeline",
     "families.checked_length": "from_pipeline",
     "families.scheduler_shift": "from_pipeline",
+    "directions.BinnedDirection": "binned_direction",
     "tasks.pretrain.train_vae": "pretrain_digits",
     "tasks.pretrain.train_flow": "pretrain_digits",
 }

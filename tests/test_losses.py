@@ -23,7 +23,7 @@ from diffrl.losses import (
     nft_positive,
     velocity_matching,
 )
-from diffrl.sampling import flow_sde_step, interpolate, transition_log_prob
+from diffrl.sampling import flow_sde_step, interpolate, latent_mean, transition_log_prob
 
 NAN, INF = math.nan, math.inf
 NFT = {"both": nft, "positive": nft_positive, "negative": nft_negative}
@@ -147,6 +147,42 @@ def test_nft_refuses(name):
         NFT[name](x, x, x, torch.zeros(2, 1), 0.5, r)
 
 
+@pytest.mark.parametrize("name", NFT)
+def test_nft_takes_any_weight_that_broadcasts_to_the_error(name):
+    v, v_old, x_t, x_0 = (normal(2, 3, 4, seed=i) for i in range(4))
+    r, extra = torch.tensor([0.3, 0.8], dtype=F64), normal(2, 3, 4, seed=9).abs()
+    for shape in ((2, 3, 4), (2, 1, 4), (1, 3, 1), (1, 1, 1), (2, 1, 1)):
+        w = extra[: shape[0], : shape[1], : shape[2]]
+        got = NFT[name](v, v_old, x_t, x_0, 0.5, r, beta=0.5, weight=lambda e, w=w: w)
+        full = NFT[name](v, v_old, x_t, x_0, 0.5, r, beta=0.5, weight=lambda e, w=w: w.expand_as(e))
+        torch.testing.assert_close(got, full, rtol=1e-12, atol=1e-12)
+    w = normal(2, 1, 1, seed=5).requires_grad_()  # a learned weight may carry gradient
+    NFT[name](v, v_old, x_t, x_0, 0.5, r, weight=lambda e: w).sum().backward()
+    assert bool((w.grad != 0).all())
+
+
+@pytest.mark.parametrize("name", NFT)
+def test_nft_refuses_a_weight_that_would_meet_other_axes(name):
+    # b = 3 rows of 3 latents: a " b" weight broadcasts to the error, along the wrong axis, and nothing else would tell
+    x, r = normal(3, 3), torch.full((3,), 0.5, dtype=F64)
+    per_row = torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    square = x**2
+    assert not torch.allclose((per_row * square).mean(1), (per_row[:, None] * square).mean(1))  # negative control
+    go = functools.partial(NFT[name], x, 0 * x, 0 * x, 0 * x, 1.0, r)
+    with refuses("weight (3,)", "error (3, 3)"):
+        go(weight=lambda e: per_row)
+    with refuses("weight (3, 1, 1)", "error (3, 3)"):
+        go(weight=lambda e: per_row[:, None, None])
+    with refuses("weight (3, 2)", "error (3, 3)"):
+        go(weight=lambda e: e[:, :2])
+    doubled = 2 * go(weight=lambda e: torch.ones_like(e))
+    for number in (2.0, torch.tensor(2.0)):
+        torch.testing.assert_close(go(weight=lambda e, n=number: n), doubled, rtol=1e-12, atol=0)
+    share = {"both": 1.0, "positive": 0.5, "negative": 0.5}[name]  # here both branches have the error +-x
+    expected = share * latent_mean(per_row[:, None] * square)
+    torch.testing.assert_close(go(weight=lambda e: per_row[:, None]), expected, rtol=1e-12, atol=1e-12)
+
+
 # ---- likelihood ratios ------------------------------------------------------------------------------------------------
 
 
@@ -189,6 +225,79 @@ def test_clipped_ratio_refuses():
         clipped_ratio(x, x, torch.zeros(3))
     with refuses("log_prob", "(2, 1)"):
         clipped_ratio(x[:, None], x[:, None], x[:, None])
+
+
+LOG_RATIOS = [0.0, 0.5, -0.5, 800.0, -800.0, 1e30, INF, -INF, NAN]
+
+
+def ratio_losses(log_ratio: torch.Tensor, advantages: torch.Tensor, clip: float) -> dict:
+    """clipped_ratio and the guard (equal means, std 1: the same ratio) with the gradients of their log-probs."""
+    b, out = len(log_ratio), {}
+    x, one = torch.zeros(b, 3, dtype=log_ratio.dtype), torch.ones(b, dtype=log_ratio.dtype)
+    for name in ("plain", "guard"):
+        lp, old = log_ratio.clone().requires_grad_(), torch.zeros_like(log_ratio)
+        if name == "plain":
+            loss = clipped_ratio(lp, old, advantages, clip=clip)
+        else:
+            loss = guard_clipped_ratio(lp, old, x, x, one, advantages, clip=clip)
+        (gradient,) = torch.autograd.grad(loss.sum(), lp)
+        out[name] = loss.detach(), gradient
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("name", ["plain", "guard"])
+def test_a_row_of_advantage_0_has_loss_and_gradient_0_whatever_its_ratio(name, dtype):
+    log_ratio = torch.tensor(LOG_RATIOS, dtype=dtype)
+    loss, gradient = ratio_losses(log_ratio, torch.zeros_like(log_ratio), 0.1)[name]
+    assert loss.tolist() == [0] * len(LOG_RATIOS)
+    assert gradient.tolist() == [0] * len(LOG_RATIOS)
+    # negative control: the product alone is nan there, in value and in gradient
+    lp = log_ratio[3:4].clone().requires_grad_()
+    naive = -0.0 * torch.exp(lp)
+    naive.sum().backward()
+    assert naive.isnan().all()
+    assert lp.grad.isnan().all()
+
+
+def test_a_row_of_advantage_0_leaves_its_neighbours_alone():
+    log_ratio = torch.tensor([0.02, 800.0, -0.02, 0.3, 0.3, -800.0], dtype=F64)
+    advantages = torch.tensor([1.0, 0.0, -2.0, 1.0, -1.0, 1.5], dtype=F64)
+    for loss, gradient in ratio_losses(log_ratio, advantages, 0.1).values():
+        rho = log_ratio.exp()
+        expected = torch.maximum(-advantages * rho, -advantages * rho.clamp(0.9, 1.1))
+        expected[1] = 0
+        torch.testing.assert_close(loss, expected, rtol=1e-15, atol=0)
+        slope = -advantages * rho * torch.tensor([1.0, 0, 1, 0, 1, 1])
+        slope[1] = 0
+        torch.testing.assert_close(gradient, slope, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("clip", [1e-4, 0.2, 10.0, 1e9])
+def test_a_ratio_that_overflows(clip):
+    log_ratio = torch.tensor([800.0, 800.0, -800.0], dtype=F64)
+    for loss, gradient in ratio_losses(log_ratio, torch.tensor([2.0, -2.0, -2.0], dtype=F64), clip).values():
+        # A > 0: the clip bounds the loss and removes its gradient; A < 0: an unbounded loss is what PPO defines
+        assert loss.tolist() == [-2 * (1 + clip), INF, pytest.approx(2 * max(1 - clip, 0))]
+        assert float(gradient[0]) == 0
+
+
+def test_advantage_weighted_matching_of_a_row_without_advantage():
+    v, v_old, noise, x_0 = (normal(2, 3, seed=i) for i in range(4))
+    v = torch.cat([v[:1], 1e3 * v[1:]]).requires_grad_()
+    loss = advantage_weighted_matching(v, 1e4 * v_old, noise, x_0, torch.tensor([0.0, 0.0], dtype=F64))
+    loss.sum().backward()
+    assert loss.tolist() == [0, 0]
+    assert v.grad.flatten().tolist() == [0] * 6
+
+
+def test_the_guard_of_a_row_without_advantage_moves_no_mean():
+    mean = (1e3 * normal(2, 3)).requires_grad_()
+    lp = torch.tensor([900.0, 0.01], dtype=F64, requires_grad=True)
+    zero, std, a = torch.zeros(2, dtype=F64), torch.full((2,), 0.5, dtype=F64), torch.tensor([0.0, 0.0], dtype=F64)
+    guard_clipped_ratio(lp, zero, mean, torch.zeros(2, 3, dtype=F64), std, a, clip=0.1).sum().backward()
+    assert lp.grad.tolist() == [0, 0]
+    assert mean.grad.flatten().tolist() == [0] * 6
 
 
 def flow_grpo_state(t: float, t_next: float, seed: int = 0):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diffrl.rewards import (
     TextReward,
+    WeightedSum,
     edit_distance,
     exact_match,
     jpeg_compressibility,
@@ -24,6 +25,7 @@ from diffrl.rewards import (
     rapid_ocr,
     tesseract_ocr,
     text_similarity,
+    weighted_sum,
 )
 
 NAN = float("nan")
@@ -425,3 +427,78 @@ def test_rewards_refuse_a_call_without_prompts():
     for reward in (jpeg_compressibility(), ocr(engine=lambda pictures: [""] * len(pictures))):
         with pytest.raises(ValueError, match="prompts"):
             reward(images, None)
+
+
+# ---- several rewards
+
+
+@st.composite
+def several(draw):
+    """(values " b j" with missing ones, weights by name, the rewards by name in their order)."""
+    j, b = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    number = st.one_of(st.floats(-10, 10), st.floats(-10, 10), st.sampled_from([NAN, math.inf, -math.inf]))
+    values = torch.tensor([[draw(number) for _ in range(j)] for _ in range(b)], dtype=torch.float64)
+    names = draw(st.permutations(["a", "b", "c", "d"]))[:j]
+    weights = {name: draw(st.sampled_from([-2.0, 0.0, 0.5, 1.0])) for name in reversed(names)}
+    columns = {name: (lambda images, prompts, i=i: images[:, i]) for i, name in enumerate(names)}
+    return values, weights, columns
+
+
+@given(several())
+def test_a_weighted_sum_is_the_sum_over_samples_that_have_every_part(given_):
+    values, weights, columns = given_
+    reward = weighted_sum(columns, weights)
+    found = reward(values, ["x"] * len(values))
+    for row, total in zip(values.tolist(), found.tolist()):
+        if all(math.isfinite(v) for v in row):
+            assert total == pytest.approx(sum(weights[n] * v for n, v in zip(columns, row)), abs=1e-12)
+        else:
+            assert math.isnan(total)
+    torch.testing.assert_close(reward.total(values), found, rtol=0, atol=0, equal_nan=True)
+
+
+def test_weights_are_one_each_by_default_and_belong_to_their_names():
+    columns = {"x": lambda i, p: i[:, 0], "y": lambda i, p: i[:, 1]}
+    images = torch.tensor([[1.0, 10.0], [2.0, 20.0]])
+    assert weighted_sum(columns)(images, ["a", "b"]).tolist() == [11.0, 22.0]
+    assert weighted_sum(columns, {"y": 1, "x": -1})(images, ["a", "b"]).tolist() == [9.0, 18.0]
+    reward = weighted_sum(columns)
+    assert isinstance(reward, WeightedSum)
+    columns["z"] = columns["x"]
+    assert list(reward.rewards) == ["x", "y"]
+
+
+def test_a_sum_sees_prompts_takes_lists_and_keeps_double_precision():
+    seen = []
+    rewards = {
+        "list": lambda images, prompts: [len(p) for p in prompts],
+        "wide": lambda images, prompts: seen.append(prompts) or torch.full((2,), 0.1, dtype=torch.float64),
+    }
+    assert weighted_sum(rewards)(torch.zeros(2, 1), ["a", "abc"]).tolist() == [1.1, 3.1]
+    assert seen == [["a", "abc"]]
+    assert (
+        weighted_sum({"one": lambda i, p: torch.ones(2, dtype=torch.bfloat16)})(torch.zeros(2, 1), ["a", "b"]).dtype
+        == torch.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "weights", "message"),
+    [
+        ({}, None, r"non-empty mapping.*\{\}"),
+        ([len], None, "mapping"),
+        ({"a": len}, {"b": 1.0}, r"weights \['b'\].*rewards \['a'\]"),
+        ({"a": len, "b": len}, {"a": 1.0}, r"weights \['a'\].*rewards \['a', 'b'\]"),
+        ({"a": len}, {}, r"weights \[\].*\['a'\]"),
+        ({"a": len}, {"a": NAN}, r"weights\['a'\].*nan"),
+        ({"a": len}, {"a": "much"}, r"weights\['a'\].*'much'"),
+    ],
+)
+def test_rewards_and_weights_that_do_not_fit_are_refused(rewards, weights, message):
+    with pytest.raises(ValueError, match=message):
+        weighted_sum(rewards, weights)
+
+
+def test_control_a_missing_part_is_not_a_zero():
+    reward = weighted_sum({"there": lambda i, p: torch.ones(2), "gone": lambda i, p: torch.tensor([NAN, 0.0])})
+    assert torch.isnan(reward(torch.zeros(2, 1), ["a", "b"])).tolist() == [True, False]

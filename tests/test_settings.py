@@ -8,10 +8,11 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from toys import toy_run
+from toys import adam, toy_run
 
+from diffrl import algorithms
 from diffrl.algorithms import all_steps
-from diffrl.rewards import TextReward, quoted
+from diffrl.rewards import TextReward, quoted, weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import (
     ALGORITHMS,
@@ -126,8 +127,8 @@ def test_settings_are_json():
 # ---- algorithms and rewards
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_gets_the_runs_trained_steps_and_radius(name):
+@pytest.mark.parametrize("name", ["art", "art_flash", "art_pairwise"])
+def test_art_gets_the_runs_trained_steps_and_radius(name):
     trained = "random:2/3"
     algorithm = make_algorithm(Settings(algorithm=name, trained_steps=trained, radius=0.5, steps=5))
     kept = []
@@ -354,3 +355,114 @@ def test_art_flash_trains_all_of_the_noisiest_four_by_default():
         kept[name] = batch.trajectory.t
     assert torch.equal(kept["art_flash"], model.times(8)[:4])
     assert torch.equal(kept["art"], model.times(8)[:5])
+
+
+# ---- the other algorithms
+
+KEPT = {
+    "flow_grpo": (9, 9),
+    "flow_grpo_fast": (3, 3),
+    "mix_grpo": (4, 4),
+    "dance_grpo": (9, 5),
+    "grpo_guard": (9, 9),
+    "cps_grpo": (9, 9),
+    "flow_dppo": (5, 3),
+    "nft": (10, 10),
+    "nft_ocr": (10, 10),
+    "awm": (9, 9),
+    "art": (7, 4),
+    "art_flash": (4, 4),
+    "art_pairwise": (7, 4),
+}
+"""Of 10 steps: kept, and trained per sample, by default."""
+
+
+def trained_by(algorithm, steps=10):
+    """{(kept steps, trained steps per sample)} of one iteration on the toy, and its metrics."""
+    found = set()
+
+    def objective(velocity, params, window):
+        loss, keep, metrics = algorithm.objective(velocity, params, window)
+        found.add((window.trajectory.x_t.shape[1], len(loss) // len(window.rewards)))
+        return loss, keep, metrics
+
+    model = toy_model()
+    optimizer = adam(model, lr=0.3)
+    _, rows = toy_run(
+        model=model, optimizer=optimizer, algorithm=algorithm._replace(objective=objective), iterations=1, steps=steps
+    )
+    return found, rows[0]
+
+
+def test_every_algorithm_of_the_command_line_is_the_factory_of_that_name():
+    assert set(KEPT) == set(ALGORITHMS)
+    for name, factory in ALGORITHMS.items():
+        assert factory is getattr(algorithms, name)
+        check_settings(Settings(algorithm=name))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_can_be_made_and_trains_its_own_steps_by_default(name):
+    found, _ = trained_by(make_algorithm(Settings(algorithm=name, steps=10)))
+    assert found == {KEPT[name]}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"flow_grpo_fast", "mix_grpo"}))
+def test_given_trained_steps_reach_every_algorithm_that_has_them(name):
+    found, _ = trained_by(make_algorithm(Settings(algorithm=name, steps=10, trained_steps="random:2/6")))
+    assert found == {(6, 2)}
+    found, _ = trained_by(make_algorithm(Settings(algorithm=name, steps=10, trained_steps="noisiest:5")))
+    assert found == {(5, 5)}
+
+
+@pytest.mark.parametrize("name", ["flow_grpo_fast", "mix_grpo"])
+@pytest.mark.parametrize("text", ["all", "noisiest:2", "random:3"])
+def test_trained_steps_are_refused_where_the_window_decides(name, text):
+    # An option that does nothing is refused: which steps are trained is one thing. https://github.com/yifan123/flow_grpo/issues/62
+    with pytest.raises(ValueError, match=f"--trained-steps '{text}': {name} trains the steps of its own window"):
+        make_algorithm(Settings(algorithm=name, trained_steps=text))
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"art", "art_flash", "art_pairwise", "flow_dppo"}))
+def test_a_radius_is_refused_where_there_is_no_trust_region(name):
+    with pytest.raises(ValueError, match=rf"--radius 0\.5: {name} has no trust region"):
+        make_algorithm(Settings(algorithm=name, radius=0.5))
+    make_algorithm(Settings(algorithm=name, radius=Settings.radius))
+
+
+@pytest.mark.parametrize("name", ["art", "art_flash", "art_pairwise", "flow_dppo"])
+def test_a_radius_reaches_every_trust_region(name):
+    assert trained_by(make_algorithm(Settings(algorithm=name, steps=10, radius=100.0)))[1]["masked_fraction"] == 0
+    assert trained_by(make_algorithm(Settings(algorithm=name, steps=10, radius=0.0)))[1]["masked_fraction"] > 0
+
+
+def test_control_presets_keep_their_own_constants():
+    """`nft_ocr` is not `nft`, `cps_grpo` not `flow_grpo`: two updates, and noise of another size."""
+    made = {
+        name: make_algorithm(Settings(algorithm=name, steps=10)) for name in ("nft", "nft_ocr", "flow_grpo", "cps_grpo")
+    }
+    assert [made[name].updates for name in ("nft", "nft_ocr")] == [1, 2]
+    stds = [trained_by(made[name])[1]["std/t=1.000"] for name in ("flow_grpo", "cps_grpo")]
+    assert stds == pytest.approx([0.7, 0.9 * 0.9510565], rel=1e-5)
+
+
+def test_a_judge_hands_the_single_values_of_a_sum_on():
+    """mix_grpo adds advantages per reward: they must reach it through the command line as well."""
+    both = weighted_sum({"compass": toward_compass, "loud": lambda images, prompts: 100 * images[:, 0]})
+    seen = []
+
+    def watched(reward):
+        algorithm = make_algorithm(Settings(algorithm="mix_grpo", steps=6))
+
+        def credit(batch):
+            seen.append(batch.parts)
+            return algorithm.credit(batch)
+
+        return toy_run(algorithm=algorithm._replace(credit=credit), reward=reward, iterations=2, steps=6)[0].params
+
+    judged, plain = watched(Judge(both)), watched(both)
+    assert all(torch.equal(judged[name], plain[name]) for name in plain)
+    assert all(parts is not None and parts.shape == (4, 8, 2) for parts in seen)
+    summed = watched(lambda images, prompts: both(images, prompts))
+    assert seen[-1] is None
+    assert not torch.equal(summed["mean"], plain["mean"])

@@ -4,6 +4,7 @@ Negative controls are the tests with `control` in their names.
 """
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffrl.algorithms import Batch
+from diffrl.rewards import weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.tasks.toy import PROMPTS, toy_model
 from diffrl.windows import (
@@ -246,3 +248,109 @@ def test_params_distance_is_the_rms_over_all_numbers():
     assert params_distance(a, b) == pytest.approx(1.0)  # sqrt(4/4)
     assert params_distance(a, a) == 0.0
     assert params_distance(a, {name: p.clone() for name, p in a.items()}) == 0.0
+
+
+# ---- several rewards, a reference
+
+
+def two_rewards(asked=None):
+    """The pixel, and minus twice the place of the prompt in NAMES; weights 10 and 1."""
+
+    def pixel(images, prompts):
+        if asked is not None:
+            asked.append(("pixel", len(images)))
+        return images[:, 0]
+
+    def place(images, prompts):
+        if asked is not None:
+            asked.append(("place", len(images)))
+        return [-2.0 * NAMES.index(p) for p in prompts]
+
+    return weighted_sum({"pixel": pixel, "place": place}, {"pixel": 10.0, "place": 1.0})
+
+
+ROWS = torch.tensor([3, 0, 0, 2])
+
+
+def test_single_values_of_a_reward_with_several_are_kept_and_each_is_asked_once():
+    asked = []
+    score = Score(lambda latents: latents + 1, two_rewards(asked), NAMES)
+    assert score.parts is None
+    got = score(IMAGES, ROWS)
+    assert score.parts.tolist() == [[1.0, -6.0], [2.0, 0.0], [3.0, 0.0], [4.0, -4.0]]
+    assert got.tolist() == [4.0, 20.0, 30.0, 36.0]
+    assert asked == [("pixel", 4), ("place", 4)]
+    assert score.seconds > 0
+    score(2 * IMAGES, ROWS)
+    assert score.parts[:, 0].tolist() == [1.0, 3.0, 5.0, 7.0]  # of the last call
+
+
+def test_a_plain_reward_has_no_parts():
+    score = Score(lambda latents: latents, lambda images, prompts: images[:, 0], NAMES)
+    score(IMAGES, ROWS)
+    assert score.parts is None
+
+
+def test_each_of_several_rewards_may_fail_for_images_of_its_own():
+    def other(images, prompts):
+        if bool((images == 0).any()):
+            raise RuntimeError("cannot look at 0")
+        return images[:, 0]
+
+    score = Score(lambda latents: latents, weighted_sum({"picky": picky, "other": other}), NAMES)
+    got = score(IMAGES, ROWS)
+    assert torch.isnan(score.parts).tolist() == [[False, True], [False, False], [True, False], [False, False]]
+    assert torch.isnan(got).tolist() == [True, False, True, False]
+    assert got[[1, 3]].tolist() == [11.0, 33.0]
+
+
+def test_one_of_several_rewards_that_fails_everywhere_is_refused():
+    def broken(images, prompts):
+        raise OSError("no weights")
+
+    with pytest.raises(ValueError, match="reward raised for all 4 images: OSError: no weights"):
+        Score(lambda latents: latents, weighted_sum({"picky": picky, "broken": broken}), NAMES)(IMAGES, ROWS)
+
+
+def test_a_reward_that_writes_into_its_images_does_not_reach_the_next():
+    def writing(images, prompts):
+        values = images[:, 0].clone()
+        images.zero_()
+        return values
+
+    latents = IMAGES.clone()
+    score = Score(lambda latents: latents, weighted_sum({"a": writing, "b": writing}), NAMES)
+    score(latents, ROWS)
+    assert torch.equal(score.parts, IMAGES.expand(4, 2))
+    assert torch.equal(latents, IMAGES)
+
+
+def test_control_something_called_rewards_does_not_make_a_sum():
+    class Service:
+        """A reward of one's own that keeps a table under that name."""
+
+        rewards: ClassVar = {"cached": None}
+
+        def __call__(self, images, prompts):
+            return images[:, 0]
+
+    score = Score(lambda latents: latents, Service(), NAMES)
+    assert score(IMAGES, ROWS).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert score.parts is None
+
+
+def test_parts_of_different_precision_keep_the_better_one():
+    double = weighted_sum(
+        {"a": lambda i, p: torch.full((4,), 0.1, dtype=torch.float64), "b": lambda i, p: torch.zeros(4)}
+    )
+    score = Score(lambda latents: latents, double, NAMES)
+    assert score(IMAGES, ROWS).tolist() == [0.1] * 4
+    assert score.parts.dtype == torch.float64
+
+
+def test_the_reference_is_passed_on_to_every_part_of_a_window():
+    batch, reference = small_batch(), {"a": torch.zeros(1)}
+    window = window_of(batch, {}, torch.arange(4), reference)
+    assert window.reference is reference
+    assert select_rows(window, torch.tensor([2, 0])).reference is reference
+    assert window_of(batch, {}, torch.arange(4)).reference is None

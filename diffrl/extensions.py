@@ -1,0 +1,193 @@
+"""Beyond the papers: credits from other directions (`directions`, `conflicts`), the force spectrum, a steadier ART.
+
+Everything here is derived or chosen by us, off by default, and has its ablation with a verdict in the README.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from diffrl.algorithms import art
+from diffrl.checks import require_count
+from diffrl.conflicts import sum_of_directions
+from diffrl.credits import Credit, Labels, covariance_credit, scalar_rewards
+from diffrl.directions import batch_rms, binned_direction, joint_rms
+from diffrl.guidance import Direction
+from diffrl.rollouts import TrainedSteps, collect_renoised, first_half
+from diffrl.sampling import euler_step
+from diffrl.states import has_reward, window_states
+from diffrl.types import Algorithm, Batch, Params, Step, Velocity, Window
+
+# ---- credits ----------------------------------------------------------------------------------------------------------
+
+
+def every_step(steps: int) -> list[int]:
+    """One bin per kept step.
+
+    >>> every_step(3)
+    [0, 1, 2]
+    """
+    return list(range(steps))
+
+
+def binned_credit(
+    *,
+    bins: Callable[[int], Sequence[int]] = every_step,
+    normalise: Callable[[Tensor], Tensor] = joint_rms,
+    scale: float = 1.0,
+    labels: Labels = scalar_rewards,
+) -> Callable[[Batch], Credit]:
+    """credit with one direction per noise level, "direction" " b s *d" (derived here; `directions.binned_direction`).
+
+    The model's own prediction x_t - t v is subtracted from x_0, which leaves the covariance *within* the state. That
+    needs states of the forward process (`rollouts.collect_renoised`): on the sampler's own path x_0 is a function of the
+    state and nothing is left. bins: (kept steps) -> bin of each.
+    """
+
+    def credit(batch: Batch) -> Credit:
+        tr, values = batch.trajectory, labels(batch)
+        g, k = values.shape
+        predicted = rearrange(tr.x_t - tr.t.reshape(1, -1, *[1] * (tr.v.ndim - 2)) * tr.v, "(g k) ... -> g k ...", g=g)
+        x_0 = rearrange(tr.x_0, "(g k) ... -> g k ...", g=g)
+        chosen = list(bins(tr.v.shape[1]))
+        value, alive = binned_direction(values, x_0, predicted, chosen, normalise=normalise, scale=scale)
+        return {
+            "direction": value[:, chosen].repeat_interleave(k, 0),
+            "alive": alive.repeat_interleave(k, 0),
+            "has_reward": rearrange(torch.isfinite(values), "g k -> (g k)"),
+        }
+
+    return credit
+
+
+def art_binned(
+    *,
+    trained_steps: TrainedSteps = first_half,
+    step: Step = euler_step,
+    bins: Callable[[int], Sequence[int]] = every_step,
+    normalise: Callable[[Tensor], Tensor] = joint_rms,
+    **settings: Any,
+) -> Algorithm:
+    """`art` on freshly noised states with one direction per noise level. Other keywords as `art`."""
+    return art(**settings)._replace(
+        collect=collect_renoised(step=step, trained_steps=trained_steps),
+        credit=binned_credit(bins=bins, normalise=normalise),
+    )
+
+
+def several_rewards_credit(
+    direction: Callable[[Tensor, Tensor], Direction] = sum_of_directions,
+) -> Callable[[Batch], Credit]:
+    """credit of a reward with parts: direction (parts " g k j", x_0 " g k *d") -> Direction, from `diffrl.conflicts`.
+
+    ValueError: a batch whose reward has no parts (make it with `rewards.weighted_sum`).
+    """
+
+    def credit(batch: Batch) -> Credit:
+        if batch.parts is None:
+            raise ValueError("the reward of this batch has no parts: make it with rewards.weighted_sum")
+        g, k, _ = batch.parts.shape
+        found = direction(batch.parts, rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g))
+        return {
+            "direction": found.value.repeat_interleave(k, 0),
+            "alive": found.alive.repeat_interleave(k, 0),
+            "has_reward": rearrange(torch.isfinite(batch.parts).all(2), "g k -> (g k)"),
+        }
+
+    return credit
+
+
+# ---- the steadier ART -------------------------------------------------------------------------------------------------
+
+
+def art_steady(
+    *,
+    scale: float = 1.0,
+    trained_steps: TrainedSteps = first_half,
+    direction: Callable[..., Direction] = batch_rms,
+    weight: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **settings: Any,
+) -> Algorithm:
+    """`art` with the noisier half of the steps trained and all groups divided by the batch's RMS instead of each by its own.
+
+    A group whose rewards have almost no spread left then says almost nothing, where unit RMS would amplify its noise
+    to full size. Derived here, not the paper's; other keywords as `art`.
+    """
+    credit = covariance_credit(direction=partial(direction, scale=scale), weight=weight)
+    return art(trained_steps=trained_steps, **settings)._replace(credit=credit)
+
+
+# ---- the force spectrum -----------------------------------------------------------------------------------------------
+
+
+class Force(NamedTuple):
+    """A force field F on the states, seen by a group of parameters.
+
+    output: rms of F over states and latent axes; parameter: |grad_p mean_states <v, F>/D|; cancellation:
+    |sum_s J_p^T F_s|/sqrt(sum_s |J_p^T F_s|^2), about 1 for unrelated states and sqrt(S) for coherent ones.
+    """
+
+    output: float
+    parameter: float
+    cancellation: float
+
+
+def force_spectrum(
+    velocity: Velocity,
+    params: Params,
+    window: Window,
+    *,
+    groups: Mapping[str, Sequence[str]],
+    states: int = 32,
+    columns: Sequence[int] | None = None,
+) -> dict[str, dict[str, Force]]:
+    """{group: {"guidance": F = h_G = -G, "restoration": F = d = v - v_old}}: which parameters each force moves (derived
+    here; the paper's pair (9.4, 4.9) is output(guidance)/output(restoration) and parameter(restoration)/parameter(guidance)).
+
+    groups: names of parameters by a name of one's own; window: with ART's credit, best update 2's. At most `states`
+    states, spread evenly, of the kept steps `columns` (None: all). One backward pass per state and force, params' .grad is
+    left alone. ValueError: unknown parameter names, no group, no state with a reward.
+    """
+    unknown = sorted({name for names in groups.values() for name in names} - params.keys())
+    if not groups or unknown:
+        raise ValueError(f"groups must name parameters of params: {unknown or 'no group given'}")
+    require_count("states", states)
+    s = window_states(window)
+    usable = has_reward(window)[s.rows]
+    if columns is not None:
+        usable = usable & torch.isin(s.columns, torch.tensor(list(columns), device=s.columns.device))
+    found = usable.nonzero().flatten()
+    if not len(found):
+        raise ValueError(f"no state with a reward at the kept steps {columns}")
+    pick = found[torch.linspace(0, len(found) - 1, min(states, len(found))).long()]
+    cond = {name: value[pick.to(value.device)] for name, value in s.cond.items()}
+    names = sorted({name for group in groups.values() for name in group})
+    with torch.enable_grad():
+        v = velocity(params, s.x_t[pick], s.t[pick], cond)
+    fields = {
+        "guidance": -window.credit["direction"].to(v)[s.rows[pick]],
+        "restoration": (v - s.v_old[pick]).detach(),
+    }
+    out: dict[str, dict[str, Force]] = {group: {} for group in groups}
+    for kind, field in fields.items():
+        single = [_pulled(v[i], field[i], [params[n] for n in names]) for i in range(len(pick))]
+        by_name = {n: torch.stack([parts[j] for parts in single]) for j, n in enumerate(names)}
+        size = float((field.double() ** 2).mean().sqrt())
+        for group, members in groups.items():
+            pulls = torch.cat([by_name[n] for n in members], dim=1)  # states x parameters of the group
+            total, alone = float(pulls.sum(0).norm()), float(pulls.norm())
+            out[group][kind] = Force(size, total / len(pick), total / alone if alone > 0 else float("nan"))
+    return out
+
+
+def _pulled(v: Tensor, force: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """J^T F/D of one state for each tensor, flat, float64."""
+    grads = torch.autograd.grad((v * force).mean(), tensors, retain_graph=True, allow_unused=True)
+    return [
+        (torch.zeros_like(p) if grad is None else grad).detach().double().flatten()
+        for p, grad in zip(tensors, grads, strict=True)
+    ]

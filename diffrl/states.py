@@ -1,0 +1,121 @@
+"""The states of a window that an objective looks at, and what every objective says about them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from diffrl.checks import column, require_count
+from diffrl.rollouts import subset_of_steps
+from diffrl.sampling import latent_mean
+from diffrl.types import Cond, Metrics, Velocity, Window
+
+StepsPerSample = int | Callable[[int], int] | None
+
+
+class States(NamedTuple):
+    """The trained states of a window, flattened to w = samples x trained steps rows, sample-major."""
+
+    x_t: Float[Tensor, " w *d"]
+    x_next: Float[Tensor, " w *d"]
+    v_old: Float[Tensor, " w *d"]
+    t: Float[Tensor, " w"]
+    t_next: Float[Tensor, " w"]
+    std: Float[Tensor, " w"]
+    log_prob: Float[Tensor, " w"]
+    rows: Int[Tensor, " w"]
+    cond: Cond
+    columns: Int[Tensor, " w"]
+    x_0: Float[Tensor, " w *d"]
+
+
+def window_states(window: Window, *, steps_per_sample: StepsPerSample = None) -> States:
+    """Every kept step of every sample of the window, or a seeded random `steps_per_sample` of them per trajectory (a
+    number, or a function of how many are kept)."""
+    tr = window.trajectory
+    b, s = tr.std.shape
+    size = steps_per_sample(s) if callable(steps_per_sample) else steps_per_sample
+    require_steps_per_sample(size)
+    if size is None or size == s:
+        columns = repeat(torch.arange(s, device=tr.t.device), "s -> b s", b=b)
+    elif tr.seeds is None:
+        raise ValueError("a random subset of steps per trajectory needs a trajectory with seeds")
+    else:
+        columns = subset_of_steps(tr.seeds, s, size)
+    columns = rearrange(columns, "b s -> (b s)")
+    rows = torch.arange(b, device=columns.device).repeat_interleave(len(columns) // max(b, 1))
+    pick = {name: getattr(tr, name)[rows, columns] for name in ("x_t", "x_next", "v", "std", "log_prob")}
+    cond = {name: value[rows.to(value.device)] for name, value in window.cond.items()}
+    return States(
+        x_t=pick["x_t"],
+        x_next=pick["x_next"],
+        v_old=pick["v"],
+        t=tr.t[columns],
+        t_next=tr.t_next[columns],
+        std=pick["std"],
+        log_prob=pick["log_prob"],
+        rows=rows,
+        cond=cond,
+        columns=columns,
+        x_0=tr.x_0[rows],
+    )
+
+
+def finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool[Tensor, " w"]]:
+    """(states, which of them hold numbers): those of samples without reward that do not become 0, since nan times a
+    gradient of 0 is nan."""
+    latents = (s.x_t, s.x_next, s.v_old, s.x_0)
+    finite = torch.stack([torch.isfinite(x).reshape(len(s.rows), -1).all(1) for x in latents]).all(0)
+    usable = rewarded[s.rows] | finite
+    x_t, x_next, v_old, x_0 = (torch.where(column(usable, x), x, 0.0) for x in latents)
+    return s._replace(x_t=x_t, x_next=x_next, v_old=v_old, x_0=x_0), usable
+
+
+def has_reward(window: Window) -> Bool[Tensor, " b"]:
+    """The credit's "has_reward", else where the window's rewards are finite."""
+    return window.credit.get("has_reward", torch.isfinite(window.rewards))
+
+
+def loss_weights(window: Window, keep: Bool[Tensor, " w"] | Float[Tensor, " w"], rows: Int[Tensor, " w"]) -> Tensor:
+    """keep as it is, or times the credit's loss weight of each sample."""
+    weight = window.credit.get("weight")
+    return keep if weight is None else keep * weight[rows]
+
+
+def share_of(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> float:
+    """The share of `among` that is also `what`; 0 of none."""
+    return float((what & among).sum() / among.sum().clamp_min(1))
+
+
+def drift_rms(v: Tensor, v_old: Tensor, usable: Tensor) -> float:
+    """rms(v - v_old) over the usable states."""
+    return float(latent_mean((v.detach() - v_old.detach()) ** 2)[usable].mean().sqrt())
+
+
+def by_step(name: str, values: Float[Tensor, " w"], s: States, usable: Bool[Tensor, " w"]) -> Metrics:
+    """The mean of `values` at each step of the grid: {"name/t=0.900": ...}."""
+    found = {}
+    for j in s.columns.unique().tolist():
+        here = (s.columns == j) & usable
+        if bool(here.any()):
+            found[f"{name}/t={float(s.t[here][0]):.3f}"] = float(values.detach()[here].mean())
+    return found
+
+
+def reference_velocity(velocity: Velocity, window: Window, s: States) -> Tensor:
+    """v at the same states under the reference params, without gradient."""
+    if window.reference is None:
+        raise ValueError(
+            "beta > 0 regularises toward reference params: window.reference is None (train(reference=...))"
+        )
+    with torch.no_grad():
+        return velocity(window.reference, s.x_t, s.t, s.cond)
+
+
+def require_steps_per_sample(steps_per_sample: StepsPerSample) -> None:
+    """ValueError unless None, a function, or a count."""
+    if steps_per_sample is not None and not callable(steps_per_sample):
+        require_count("steps_per_sample", steps_per_sample)
