@@ -103,12 +103,7 @@ def train(
     g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
     if g > len(prompts):
         raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
-    if not hasattr(algorithm, "updates"):
-        raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
-    if require_count("updates", algorithm.updates) > group_size:
-        raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
-    if algorithm.pool is not None and algorithm.pool < group_size:
-        raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
+    _check_algorithm(algorithm, group_size)
     for name, size in (("micro_batch", micro_batch), ("rollout_chunk", rollout_chunk)):
         if size is not None:
             require_count(name, size)
@@ -269,6 +264,15 @@ def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | No
         got = f"{len(images)} images" if hasattr(images, "__len__") else repr(images)
         raise ValueError(f"images must be one per prompt: {got}, {len(prompts)} prompts")
     return list(prompts)
+
+
+def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
+    if not hasattr(algorithm, "updates"):
+        raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
+    if require_count("updates", algorithm.updates) > group_size:
+        raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
+    if algorithm.pool is not None and algorithm.pool < group_size:
+        raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:

@@ -23,7 +23,7 @@ from strategies import seeds
 from torch import Tensor
 from toys import adam, rows_of, same, start, timeless, toy_reward, toy_run, values_of
 
-from diffrl import algorithms
+from diffrl import algorithms, credits, objectives, policy_gradients, rollouts
 from diffrl.algorithms import lagging, live, ocr_decay, slow_decay
 from diffrl.credits import (
     advantage_credit,
@@ -855,3 +855,36 @@ def test_per_step_output_gradients_are_flow_grpo_s_closed_form():
             z, d = draw(seeds_, s.j + 1, 2), s.t - s.t_next
             grad = a[:, None] * z * (1 + 0.49 / 2) * d / (2 * s.std)
             assert row[f"output_grad/t={s.t:.3f}"] == pytest.approx(float((grad**2).mean(1).sqrt().mean()), rel=1e-6)
+
+
+# ---- chunks, names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["flow_grpo", "mix_grpo", "dance_grpo", "grpo_guard", "flow_dppo", "nft", "awm"])
+def test_micro_batches_and_rollout_chunks_change_nothing_but_rounding(name):
+    # Ratio .9990 before any update where rollout and training differ in size. https://github.com/XueZeyue/DanceGRPO/issues/87
+    algorithm = getattr(algorithms, name)()
+    whole, rows = descent(algorithm)
+    parts, rows_of_parts = descent(algorithm, micro_batch=3, rollout_chunk=5)
+    for key, p in whole.params.items():
+        torch.testing.assert_close(p, parts.params[key], rtol=1e-9, atol=1e-9)
+    for metric in ("loss", "ratio_deviation", "kl_reference", "kl", "clip_fraction", "masked_fraction"):
+        if metric in rows[0]:
+            assert rows[-1][metric] == pytest.approx(rows_of_parts[-1][metric], rel=1e-7, abs=1e-9)
+
+
+def test_control_the_published_guard_does_depend_on_the_micro_batch():
+    whole, parts = (descent(algorithms.grpo_guard_as_published(), micro_batch=size)[0] for size in (None, 3))
+    assert not torch.allclose(whole.params["mean"], parts.params["mean"], rtol=1e-6, atol=1e-9)
+
+
+def test_no_two_numbers_of_a_piece_are_variants_of_one_name():
+    # Two different betas in one configuration. https://github.com/nvidia-cosmos/cosmos-rl/pull/581
+    seen = 0
+    for module in (rollouts, credits, objectives, policy_gradients):
+        for name, function in vars(module).items():
+            if inspect.isfunction(function) and function.__module__ == module.__name__:
+                numbers = [n for n, default in defaults(function).items() if isinstance(default, float | int)]
+                assert [(a, b) for a in numbers for b in numbers if a != b and a in b.split("_")] == [], name
+                seen += 1
+    assert seen > 50
