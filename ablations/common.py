@@ -174,11 +174,13 @@ def execute(run: Run, algorithm: Algorithm, tick: Callable[[], None] = lambda: N
 # ---- many runs --------------------------------------------------------------------------------------------------------
 
 
-def options_of(description: str) -> argparse.Namespace:
-    """--quick, --jobs, and where things go."""
+def options_of(description: str, more: Mapping[str, str] | None = None) -> argparse.Namespace:
+    """--quick, --jobs, and more options of text with their defaults."""
     parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few iterations of everything: does it run? no result")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes, one thread each")
+    for name, default in (more or {}).items():
+        parser.add_argument(name, default=default)
     return parser.parse_args()
 
 

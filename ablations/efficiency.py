@@ -55,39 +55,34 @@ def best_rates(found) -> dict[str, float]:
     return rates
 
 
-def reached(rows, level: float, x: str) -> float:
-    """x at which the evaluation first reaches the level, linear between evaluations; inf: never."""
-    told = [(row[x], row[Y]) for row in rows if Y in row]
-    for (x0, y0), (x1, y1) in itertools.pairwise(told):
-        if y1 >= level:
-            return x1 if y1 == y0 else x0 + (x1 - x0) * max(level - y0, 0) / (y1 - y0)
+def mean_curve(found, name: str) -> list[dict[str, float]]:
+    """At each evaluation: optimizer steps, samples, seconds (mean over seeds) and mean exact match."""
+    runs = [[row for row in rows if Y in row] for run, rows in found.items() if run.name == name]
+    columns = ("optimizer_steps", "samples", "seconds", Y)
+    return [{c: math.fsum(row[c] for row in at) / len(at) for c in columns} for at in zip(*runs, strict=False)]
+
+
+def reached(curve, level: float, x: str) -> float:
+    """x at which the curve first reaches the level, linear between evaluations; inf: never."""
+    for low, high in itertools.pairwise(curve):
+        if high[Y] >= level:
+            return low[x] + (high[x] - low[x]) * max(level - low[Y], 0) / max(high[Y] - low[Y], 1e-12)
     return math.inf
 
 
 def summary(found, rates) -> str:
-    """The table of the README: what each needs to reach the mean final exact match of Flow-GRPO."""
-    level = math.fsum(common.finals(found, "Flow-GRPO", Y)) / len(SEEDS)
-    cost = {}
-    for name in PIECES:
-        runs = [rows for run, rows in found.items() if run.name == name]
-        cost[name] = {
-            x: sorted(reached(rows, level, x) for rows in runs)[len(runs) // 2]
-            for x in ("optimizer_steps", "samples", "seconds")
-        }
+    """The table of the README: what each needs, in the mean over seeds, to reach the final exact match of Flow-GRPO."""
+    curves = {name: mean_curve(found, name) for name in PIECES}
+    level = curves["Flow-GRPO"][-1][Y]
+    whole = curves["Flow-GRPO"][-1]["optimizer_steps"]
     lines = []
     for name in PIECES:
-        c, base = cost[name], cost["Flow-GRPO"]
-        times = f"{base['optimizer_steps'] / c['optimizer_steps']:.1f}x" if math.isfinite(c["optimizer_steps"]) else "-"
-        lines.append(
-            [
-                name,
-                f"{rates[name]:g}",
-                *(f"{c[x]:.0f}" if math.isfinite(c[x]) else "never" for x in ("optimizer_steps", "samples", "seconds")),
-                times,
-                common.plus_minus(common.finals(found, name, Y)),
-            ]
-        )
-    title = f"Median over seeds until exact match {level:.3f} (Flow-GRPO's mean after {ITERATIONS} iterations)"
+        cost = [reached(curves[name], level, x) for x in ("optimizer_steps", "samples", "seconds")]
+        told = [f"{c:.0f}" if math.isfinite(c) else "never" for c in cost]
+        times = f"{whole / cost[0]:.1f}x" if math.isfinite(cost[0]) else "-"
+        final = common.plus_minus(common.finals(found, name, Y))
+        lines.append([name, f"{rates[name]:g}", *told, times, final])
+    title = f"Mean curves until exact match {level:.3f} (Flow-GRPO's after {ITERATIONS} iterations)"
     header = ["algorithm", "learning rate", "optimizer steps", "samples", "seconds", "fewer steps", "final exact match"]
     return common.table(title, header, lines)
 

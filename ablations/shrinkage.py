@@ -30,7 +30,7 @@ PIECES: common.Pieces = {
     "signal fraction as weight": partial(credited, weight=d.signal_weight),
     "toward the batch mean": partial(credited, direction=d.shrink_toward_batch),
 }
-RUNS = [Run(name, seed, 2e-3, 30) for seed in (0, 1, 2) for name in PIECES]
+RUNS = [Run(name, seed, 2e-3, 25) for seed in (0, 1, 2) for name in PIECES]
 
 if __name__ == "__main__":
     panels = [("samples", "eval/exact_match"), ("samples", "eval/reward"), ("samples", "drift_rms")]

@@ -1,6 +1,6 @@
 """Stability: does a setting keep what it has learnt? 300 updates at three learning rates, k = 2 and 8, LoRA and full.
 
-    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all]
+    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all] [--pieces NAME,NAME]
 
 The aim: never below 95 % of the run's best evaluation, measured from the base, at any of the twelve settings, and at least
 as good as DiffusionNFT at its best learning rate of the three. One seed per setting (twelve settings are twelve trials);
@@ -8,7 +8,7 @@ as good as DiffusionNFT at its best learning rate of the three. One seed per set
 """
 
 import math
-import sys
+from collections.abc import Sequence
 from functools import partial
 
 import common
@@ -25,13 +25,15 @@ PIECES: common.Pieces = {
 RATES, SIZES, LORA = (1e-4, 3e-4, 1e-3), (2, 8), (16, 0)
 
 
-def runs(task: str) -> list[Run]:
+def runs(task: str, pieces: Sequence[str]) -> list[Run]:
     """ART, steady and as published, at every setting; NFT at k = 8 with LoRA, to be tuned over the rates."""
     grid = [(rate, k, rank) for rate in RATES for k in SIZES for rank in LORA]
-    settings = [(name, *setting) for name in ("ART steady", "ART") for setting in grid]
-    settings += [("NFT", rate, 8, 16) for rate in RATES]
+    settings = [("ART steady", *setting) for setting in grid] + [("NFT", rate, 8, 16) for rate in RATES]
+    settings += [("ART", *setting) for setting in grid]
     return [
-        Run(name, 0, rate, 150, task=task, group_size=k, lora=rank, eval_every=15) for name, rate, k, rank in settings
+        Run(name, 0, rate, 150, task=task, group_size=k, prompts=4, lora=rank, eval_every=15)
+        for name, rate, k, rank in settings
+        if name in pieces
     ]
 
 
@@ -59,18 +61,14 @@ def kept(rows) -> bool:
 
 
 def main() -> None:
-    task = "digits"
-    if "--task" in sys.argv:
-        at = sys.argv.index("--task")
-        task = sys.argv[at + 1]
-        del sys.argv[at : at + 2]
-    options = common.options_of(__doc__)
-    tasks = ("digits", "jpeg", "letters") if task == "all" else (task,)
+    more = {"--task": "digits", "--pieces": ",".join(PIECES)}
+    options = common.options_of(__doc__, more)
+    tasks = ("digits", "jpeg", "letters") if options.task == "all" else (options.task,)
     if "letters" in tasks:
         import letters
 
         letters.ensure()
-    wanted = common.shortened([run for one in tasks for run in runs(one)], options.quick)
+    wanted = common.shortened([run for one in tasks for run in runs(one, options.pieces.split(","))], options.quick)
     found = common.results("stability", wanted, jobs=options.jobs)
     print(common.write_csv("stability", found, quick=options.quick))
     draw(found, tasks, quick=options.quick)
@@ -98,7 +96,7 @@ def draw(found, tasks, *, quick: bool) -> None:
             axis.set_xlabel("optimizer steps")
         axes[row, 0].set_ylabel("eval/reward")
         axes[row, 2].legend(fontsize=6)
-    note = "seed 0 at every setting, 150 iterations of 8 prompts x k samples, 6 steps; python ablations/stability.py"
+    note = "seed 0 at every setting, 150 iterations of 4 prompts x k samples, 6 steps; python ablations/stability.py"
     print(common.save_figure("stability", figure, note, quick=quick))
 
 

@@ -22,7 +22,7 @@ PIECES: common.Pieces = {
     "adaptive": lambda: a.art(radius=AdaptiveRadius()),
     "adaptive per step": lambda: a.art(radius=AdaptiveRadius(per_step=True)),
 }
-RUNS = [Run(name, seed, 2e-3, 30) for seed in (0, 1, 2) for name in PIECES]
+RUNS = [Run(name, seed, 2e-3, 25) for seed in (0, 1, 2) for name in PIECES]
 
 if __name__ == "__main__":
     panels = [("samples", "eval/exact_match"), ("samples", "masked_fraction"), ("samples", "kl_proxy")]

@@ -208,6 +208,8 @@ def update(
     if not bool(torch.isfinite(norm)):
         raise ValueError(f"gradient norm is {float(norm)} (loss {total}): nothing was stepped")
     optimizer.step()
+    if (over := getattr(objective, "after_update", None)) is not None:
+        over()
     means = {name: _together(name, *zip(*values, strict=True)) for name, values in told.items()}
     return {**means, "loss": total, "grad_norm": float(norm)}
 

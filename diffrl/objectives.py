@@ -88,6 +88,8 @@ def guided_regression(
         }
         return velocity_matching(v, target), loss_weights(window, inside & trained, s.rows), metrics
 
+    if hasattr(radius, "advance"):  # a radius with a memory is told by the loop when an update is over
+        objective.after_update = radius.advance  # type: ignore[attr-defined]
     return objective
 
 

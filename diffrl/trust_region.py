@@ -113,9 +113,10 @@ class AdaptiveRadius:
     which removes the fixed radius's tightening toward low noise. Until an update was seen: `first`; never below `floor`;
     updates whose largest kl is below `floor` (the on-policy first ones) are not counted.
 
-    Called as radius(step indices " w", kl " w") -> " w" by `objectives.guided_regression`, once per micro-batch. It has a
-    memory (`history`), which no checkpoint holds: a resumed run starts at `first` again. ValueError: q outside [0, 1],
-    counts < 1, first or floor <= 0.
+    Called as radius(step indices " w", kl " w") -> " w" by `objectives.guided_regression`, once per micro-batch; `advance`
+    ends an update (the loop calls it after the optimizer's step), so that the split into micro-batches changes nothing.
+    It has a memory (`history`), which no checkpoint holds: a resumed run starts at `first` again. ValueError: q outside
+    [0, 1], counts < 1, first or floor <= 0.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class AdaptiveRadius:
         self.first = require_number("first", first, low=0, open_low=True)
         self.per_step = per_step
         self.history: list[tuple[Tensor, Tensor]] = []
+        self._current: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, columns: Tensor, kl: Tensor) -> Tensor:
         seen, kl = kl.detach().double().cpu(), kl.detach()
@@ -139,6 +141,14 @@ class AdaptiveRadius:
                 if len(values):
                     limit[columns == j] = max(float(torch.quantile(values, self.q)), self.floor)
         usable = torch.isfinite(seen)
-        if bool(usable.any()) and float(seen[usable].max()) >= self.floor:
-            self.history = [*self.history, (columns[usable], seen[usable])][-self.updates :]
+        self._current.append((columns[usable], seen[usable]))
         return limit.to(kl)
+
+    def advance(self) -> None:
+        """The update is over: what it showed counts from now on."""
+        told, self._current = self._current, []
+        if not told:
+            return
+        columns, seen = (torch.cat(parts) for parts in zip(*told, strict=True))
+        if len(seen) and float(seen.max()) >= self.floor:
+            self.history = [*self.history, (columns, seen)][-self.updates :]

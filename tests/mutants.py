@@ -390,9 +390,11 @@ OBJECTIVES = [
         ("radius:of_the_current_update", "zip(*self.history, strict=True)", "zip(*self.history, (columns, seen), strict=True)"),
         ("radius:remembers_one_update_more", "[-self.updates :]", "[-self.updates - 1 :]"),
         ("radius:without_a_floor", "max(float(torch.quantile(values, self.q)), self.floor)", "float(torch.quantile(values, self.q))"),
-        ("radius:counts_on_policy_updates", "float(seen[usable].max()) >= self.floor", "float(seen[usable].max()) >= 0"),
+        ("radius:counts_on_policy_updates", "float(seen.max()) >= self.floor", "float(seen.max()) >= 0"),
+        ("radius:an_update_never_ends", "told, self._current = self._current, []", "told = self._current"),
         ("radius:of_all_steps", "values = old[1][old[0] == j]", "values = old[1]"),
         ("radius:starts_at_the_floor", "torch.full_like(seen, self.first)", "torch.full_like(seen, self.floor)"),
+        ("radius:counts_micro_batches", "        self._current.append((columns[usable], seen[usable]))", "        self._current.append((columns[usable], seen[usable]))\n        self.advance()"),
         ("radius:counts_infinite_kls", "usable = torch.isfinite(seen)", "usable = ~seen.isnan()"),
     ),
 ]  # fmt: skip

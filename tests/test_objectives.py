@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import F64, normal, refuses, rms
 from strategies import seeds
+from toys import rows_of, start
 
+from diffrl.algorithms import art
 from diffrl.loop import update
 from diffrl.losses import advantage_weighted_matching, flat_weight, masked_mean, nft_negative, nft_positive
 from diffrl.objectives import (
@@ -224,6 +226,7 @@ def test_a_radius_is_never_told_of_states_without_numbers(dead):
     assert torch.isfinite(told[0]).tolist() == [i != 2 for i in range(B) for _ in range(S)]
     radius = AdaptiveRadius()
     guided_regression(radius=radius)(linear, {"theta": MOVED}, window)
+    radius.advance()
     assert len(radius.history[0][1]) == (B - 1) * S
 
 
@@ -236,7 +239,29 @@ def radii(radius: AdaptiveRadius, *kls, columns=None) -> list[list[float]]:
     for kl in kls:
         where = torch.zeros(len(kl), dtype=torch.long) if columns is None else torch.tensor(columns)
         found.append(radius(where, torch.tensor(kl, dtype=F64)).tolist())
+        radius.advance()
     return found
+
+
+def test_an_update_in_micro_batches_is_one_update():
+    whole, parts = AdaptiveRadius(first=0.3), AdaptiveRadius(first=0.3)
+    for kl in ([1.0, 2.0, 4.0], [5.0, 7.0, 9.0]):
+        together = radii(whole, kl)[0]
+        apart = []
+        for one in kl:
+            apart += parts(torch.zeros(1, dtype=torch.long), torch.tensor([one], dtype=F64)).tolist()
+        parts.advance()
+        assert apart == together
+    assert [seen.tolist() for _, seen in parts.history] == [seen.tolist() for _, seen in whole.history]
+    parts.advance()  # nothing was seen since
+    assert len(parts.history) == 2
+
+
+def test_the_loop_ends_the_updates_of_a_radius_with_a_memory():
+    radius = AdaptiveRadius()
+    rows_of(start(toy_model(), art(radius=radius), micro_batch=3), 4)
+    assert len(radius.history) == 4  # the second update of each iteration; the first is on-policy
+    assert len(radius.history[0][1]) == 4 * 4 * 5  # four prompts, half of eight samples, five steps
 
 
 def test_the_radius_is_a_quantile_of_past_updates_never_of_the_current_one():
@@ -295,6 +320,7 @@ def test_the_radius_keeps_the_type_and_carries_no_gradient():
     kl = torch.tensor([1.0, 2.0], requires_grad=True)
     for _ in range(2):
         found = radius(torch.tensor([0, 1]), 2 * kl)
+        radius.advance()
         assert found.dtype == torch.float32
         assert not found.requires_grad
 
@@ -311,12 +337,15 @@ def test_guided_regression_under_an_adaptive_radius_masks_half_of_a_steady_drift
     objective = guided_regression(radius=radius)
     _, first, _ = objective(linear, {"theta": MOVED}, window)
     assert first.all()
+    objective.after_update()
     _, second, metrics = objective(linear, {"theta": MOVED}, window)
     kl = radius.history[0][1]
     outward = ~guided_regression(radius=0.0)(linear, {"theta": MOVED}, window)[1]
     assert torch.equal(~second, outward & (kl >= torch.quantile(kl, 0.5)))
     assert 0 < metrics["masked_fraction"] <= 0.5
+    objective.after_update()
     assert objective(linear, {"theta": THETA}, window)[1].all()
+    objective.after_update()
     assert len(radius.history) == 2  # the on-policy update did not count
 
 
