@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test doctest lint mutants bench notebooks figures clean
+.PHONY: demo test doctest lint mutants bench notebooks figures ablations clean
 
 # $(call install,EXTRA): install once per change of the pins or of pyproject.toml
 define install
@@ -34,11 +34,16 @@ lint: $(VENV)/.lint $(VENV)/.test
 mutants: $(VENV)/.test  ## break the code in named ways; the suite must notice every one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs 2
 
-bench: $(VENV)/.demo  ## overhead of the loop over its own forwards and backwards
+bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm
 	$(BIN)/python benchmarks/loop.py
+	$(BIN)/python benchmarks/algorithms.py
 
 figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
 	$(BIN)/python benchmarks/demo.py
+
+QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability
+ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours; interrupt and go on at any time
+	for question in $(QUESTIONS); do $(BIN)/python ablations/$$question.py || exit 1; done
 
 notebooks: $(VENV)/.notebooks  ## execute every notebook from its paired script
 	OMP_NUM_THREADS=2 $(BIN)/python notebooks/execute.py

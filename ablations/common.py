@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -307,7 +308,9 @@ def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str
         axis.plot(xs, mean, color=colour, label=name, marker="o", markersize=3, linestyle="-" if number < 10 else "--")
         low = [m - (0 if math.isnan(h) else h) for m, h in told]
         high = [m + (0 if math.isnan(h) else h) for m, h in told]
-        axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        if y == "eval/exact_match":  # a share: the t-interval of three seeds may leave [0, 1]
+            low, high = [max(v, 0.0) for v in low], [min(v, 1.0) for v in high]
+        axis.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
     axis.set_xlabel(x.replace("_", " "))
     axis.set_ylabel(y)
 
@@ -318,8 +321,9 @@ def save_figure(script: str, figure: Any, note: str, *, quick: bool) -> Path:
     if quick:
         path = ROOT / "runs" / "ablations" / f"{script}-quick.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.text(0.01, 0.005, note, fontsize=7, color="0.35", ha="left", va="bottom")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    wrapped = textwrap.fill(note, int(figure.get_figwidth() * 17))
+    figure.text(0.01, 0.005, wrapped, fontsize=7, color="0.35", ha="left", va="bottom")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
     return path
 

@@ -4,19 +4,18 @@ Everything here is derived or chosen by us, off by default, and has its ablation
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from diffrl.algorithms import art
-from diffrl.checks import require_count
+from diffrl.algorithms import art, lagging
+from diffrl.checks import require_count, require_number
 from diffrl.conflicts import sum_of_directions
 from diffrl.credits import Credit, Labels, covariance_credit, scalar_rewards
-from diffrl.directions import batch_rms, binned_direction, joint_rms
-from diffrl.guidance import Direction
+from diffrl.directions import binned_direction, joint_rms, spread_weight
+from diffrl.guidance import Direction, aggregate_direction
 from diffrl.rollouts import TrainedSteps, collect_renoised, first_half
 from diffrl.sampling import euler_step
 from diffrl.states import has_reward, window_states
@@ -106,19 +105,23 @@ def several_rewards_credit(
 
 def art_steady(
     *,
-    scale: float = 1.0,
     trained_steps: TrainedSteps = first_half,
-    direction: Callable[..., Direction] = batch_rms,
-    weight: Callable[[Tensor, Tensor], Tensor] | None = None,
+    weight: Callable[[Tensor, Tensor], Tensor] = spread_weight,
+    direction: Callable[[Tensor, Tensor], Direction] = aggregate_direction,
+    retention: float = 0.5,
+    updates: int = 1,
     **settings: Any,
 ) -> Algorithm:
-    """`art` with the noisier half of the steps trained and all groups divided by the batch's RMS instead of each by its own.
+    """`art` with what held it steady in our ablations: the noisier half of the steps trained, every group weighted by its
+    rewards' spread, one update per rollout, and the behaviour policy an EMA of this retention.
 
-    A group whose rewards have almost no spread left then says almost nothing, where unit RMS would amplify its noise
-    to full size. Derived here, not the paper's; other keywords as `art`.
+    A group whose rewards hardly differ says mostly noise, which unit RMS would bring to full size; the EMA is a restoration
+    that does not end with the rollout. Derived here, not the paper's. Other keywords as `art`.
     """
-    credit = covariance_credit(direction=partial(direction, scale=scale), weight=weight)
-    return art(trained_steps=trained_steps, **settings)._replace(credit=credit)
+    retention = require_number("retention", retention, low=0, high=1)
+    credit = covariance_credit(direction=direction, weight=weight)
+    steady = art(trained_steps=trained_steps, updates=updates, **settings)
+    return steady._replace(credit=credit, behaviour=lagging(lambda i: retention))
 
 
 # ---- the force spectrum -----------------------------------------------------------------------------------------------

@@ -214,6 +214,8 @@ def collect_window(*, kernel: Step, window: Where, outside: Step = euler_step) -
     def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
         velocity = _gridded(velocity)
         kept = window(velocity, seeds)
+        if not len(kept) or min(kept) < 0 or max(kept) > velocity.steps - 2:
+            raise ValueError(f"the window {list(kept)} must hold steps of 0..{velocity.steps - 2}, never the last one")
         kernels = [kernel if i in kept else outside for i in range(velocity.steps)]
         return _scored(_walk(velocity, params, cond, seeds, kernels, kept, own_noise), cond, seeds, score)
 

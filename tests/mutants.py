@@ -211,7 +211,6 @@ LOSSES = mutants_of(
     ("settled_against_the_advantage", "(advantages > 0) & (log_ratio > beyond)", "log_ratio > beyond"),
     ("a_weight_of_any_rank", "if w.ndim and (w.ndim != error.ndim or any(n not in (1, m) for n, m in zip(w.shape, error.shape, strict=True))):", "if w.ndim and any(n not in (1, m) for n, m in zip(w.shape, error.shape)):"),
     ("a_weight_of_any_size", "w.ndim != error.ndim or any(n not in (1, m)", "w.ndim != error.ndim or any(n > m"),
-    ("a_weight_that_is_no_tensor", "    require_tensors(weight=w)\n", ""),
 )  # fmt: skip
 
 TRUST_REGION = mutants_of(

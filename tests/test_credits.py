@@ -192,9 +192,9 @@ def test_best_and_worst_are_disjoint_also_where_all_are_equal():
 
 def test_the_clamp_does_not_decide_who_is_best():
     """Two samples beyond the clamp are told apart before it."""
-    batch = batch_of(torch.tensor([[0.0, 1.0, 9.0, 10.0]], dtype=F64))
+    batch = batch_of(torch.tensor([[1.0, 0.0, 10.0, 9.0]], dtype=F64))
     weight = advantage_credit(advantages=advantages_of_sum(), clamp=0.01, best_of=2)(batch)["weight"]
-    assert weight.tolist() == [2.0, 0.0, 0.0, 2.0]
+    assert weight.tolist() == [0.0, 2.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(

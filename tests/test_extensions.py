@@ -114,14 +114,18 @@ def test_conflicting_rewards_train_from_the_loop():
 # ---- the steadier ART
 
 
-def test_art_steady_is_art_with_one_rms_per_batch_and_the_noisier_half():
-    told, steady = batch(), art_steady(scale=2.0)
-    expected = covariance_credit(direction=lambda r, x: directions.batch_rms(r, x, scale=2.0))(told)
+def test_art_steady_is_art_weighted_by_spread_with_one_update_and_a_lagging_behaviour():
+    told, steady = batch(), art_steady(retention=0.25)
+    expected = covariance_credit(weight=directions.spread_weight)(told)
+    assert steady.credit(told).keys() == expected.keys()
     assert all(torch.equal(steady.credit(told)[name], expected[name]) for name in expected)
-    assert steady.updates == 2
-    weighted = art_steady(weight=directions.spread_weight).credit(told)["weight"]
-    x_0 = told.trajectory.x_0.reshape(2, 4, 5)
-    assert torch.equal(weighted, directions.spread_weight(told.rewards, x_0).repeat_interleave(4))
+    assert steady.updates == 1
+    old, new = {"p": torch.zeros(2)}, {"p": torch.ones(2)}
+    assert steady.behaviour(old, new, 7)["p"].tolist() == [0.75, 0.75]
+    other = art_steady(direction=directions.batch_rms).credit(told)["direction"]
+    assert torch.equal(other, covariance_credit(direction=directions.batch_rms)(told)["direction"])
+    with pytest.raises(ValueError, match="retention"):
+        art_steady(retention=1.5)
 
 
 def test_art_steady_trains_the_noisier_half_of_the_steps():
