@@ -22,7 +22,7 @@ PIECES: common.Pieces = {
     "ART steady": art_steady,
     "NFT": partial(a.nft, updates=2, trained_steps=a.noisiest(3)),
 }
-RATES, SIZES, LORA = (1e-4, 3e-4, 1e-3), (2, 8), (16, 0)
+RATES, SIZES, LORA, UPDATES = (1e-4, 3e-4, 1e-3), (2, 8), (16, 0), 300
 
 
 def runs(task: str, pieces: Sequence[str]) -> list[Run]:
@@ -30,11 +30,13 @@ def runs(task: str, pieces: Sequence[str]) -> list[Run]:
     grid = [(rate, k, rank) for rate in RATES for k in SIZES for rank in LORA]
     settings = [("ART steady", *setting) for setting in grid] + [("NFT", rate, 8, 16) for rate in RATES]
     settings += [("ART", *setting) for setting in grid]
-    return [
-        Run(name, 0, rate, 150, task=task, group_size=k, prompts=4, lora=rank, eval_every=15)
-        for name, rate, k, rank in settings
-        if name in pieces
-    ]
+    made = []
+    for name, rate, k, rank in settings:
+        if name in pieces:
+            iterations = UPDATES // PIECES[name]().updates
+            setting = {"task": task, "group_size": k, "prompts": 4, "lora": rank, "eval_every": iterations // 10}
+            made.append(Run(name, 0, rate, iterations, **setting))
+    return made
 
 
 def retained(rows) -> float:
@@ -96,7 +98,7 @@ def draw(found, tasks, *, quick: bool) -> None:
             axis.set_xlabel("optimizer steps")
         axes[row, 0].set_ylabel("eval/reward")
         axes[row, 2].legend(fontsize=6)
-    note = "seed 0 at every setting, 150 iterations of 4 prompts x k samples, 6 steps; python ablations/stability.py"
+    note = "seed 0 at every setting, 300 optimizer steps, 4 prompts x k samples per iteration, 6 sampling steps; python ablations/stability.py"
     print(common.save_figure("stability", figure, note, quick=quick))
 
 
