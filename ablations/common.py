@@ -154,7 +154,10 @@ def execute(run: Run, algorithm: Algorithm, tick: Callable[[], None] = lambda: N
         began = time.perf_counter()
         try:
             metrics = next(training)
-        except ValueError as error:  # a policy that left the numbers: a result, not an accident of the script
+        except ValueError as error:
+            if "finite" not in str(error) and "gradient norm is" not in str(error):
+                raise
+            # a policy that left the numbers: a result, not an accident of the script
             rows.append({"iteration": i, "diverged": str(error)})
             break
         seconds += time.perf_counter() - began
@@ -250,6 +253,7 @@ def write_csv(script: str, found: Mapping[Run, Sequence[Mapping[str, Any]]], *, 
     if quick:
         path = ROOT / "runs" / "ablations" / f"{script}-quick.csv"
     keep = ("iteration", "optimizer_steps", "samples", "seconds", "eval/reward", "eval/exact_match", "reward/mean")
+    keep += ("eval/jpeg", "eval/ink", "eval/pairwise_distance", "eval/participation_ratio")
     keep += (
         "masked_fraction",
         "kl_proxy",
@@ -287,14 +291,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def curves(
     found: Mapping[Run, Sequence[Mapping[str, Any]]], y: str, *, x: str = "samples"
 ) -> tuple[list[float], list[tuple[float, float]]]:
-    """(x, [(mean, half width)]) over the seeds in `found`, at the rows where y is told; runs that diverged count as 0 from
-    there on where y is an exact match, and end the curve otherwise."""
+    """(x, [(mean, half width)]) over the seeds in `found`, at the rows where y is told by all of them: a run that diverged
+    ends the curve."""
     at: dict[float, list[float]] = {}
     for rows in found.values():
         for row in rows:
             if y in row and x in row and row[y] is not None:
                 at.setdefault(row[x], []).append(float(row[y]))
-    xs = sorted(at)
+    xs = [x for x in sorted(at) if len(at[x]) == len(found)]
     return xs, [interval(at[v]) for v in xs]
 
 
@@ -383,7 +387,7 @@ def finals(found: Mapping[Run, Sequence[Mapping[str, Any]]], name: str, y: str, 
         if run.name == name:
             values = [float(row[y]) for row in rows if y in row]
             lost = not values or any("diverged" in row for row in rows)
-            out.append(math.nan if lost else math.fsum(values[-last:]) / last)
+            out.append(math.nan if lost else math.fsum(values[-last:]) / len(values[-last:]))
     return out
 
 
@@ -396,4 +400,4 @@ def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> 
 def plus_minus(values: Sequence[float]) -> str:
     """.873 +- .021: mean and half width of the 95 % interval."""
     mean, half = interval(values)
-    return f"{mean:.3f} +- {half:.3f}".replace("0.", ".")
+    return re.sub(r"(?<!\d)0\.", ".", f"{mean:.3f} +- {half:.3f}")

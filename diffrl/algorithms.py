@@ -190,6 +190,7 @@ def art(
         ),
         behaviour=live,
         updates=require_count("updates", updates),
+        memory=radius if hasattr(radius, "advance") else None,
     )
 
 

@@ -106,15 +106,18 @@ def advantages_of_sum(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: fl
 
 
 def sum_of_advantages(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: float = 1e-4) -> Advantages:
-    """(Batch) -> sum over the single rewards of their `group_advantages` (MixGRPO): no reward drowns the others by its
-    scale. A sample that lacks one of them has none. One reward: as `advantages_of_sum`."""
+    """(Batch) -> sum_j w_j A_j over the single rewards' `group_advantages` (MixGRPO): no reward drowns the others by its
+    scale. w: the weights of the reward (`Batch.part_weights`; none: 1). A sample that lacks one of them has none. One
+    reward: as `advantages_of_sum`."""
 
     def advantages(batch: Batch) -> Tensor:
         if batch.parts is None:
             return group_advantages(batch.rewards, spread=spread, eps=eps)
         complete = torch.isfinite(batch.rewards) & torch.isfinite(batch.parts).all(2)
         each = [torch.where(complete, part, torch.nan) for part in batch.parts.unbind(2)]
-        return torch.stack([group_advantages(part, spread=spread, eps=eps) for part in each]).sum(0)
+        weights = (1.0,) * len(each) if batch.part_weights is None else batch.part_weights
+        told = [w * group_advantages(p, spread=spread, eps=eps) for w, p in zip(weights, each, strict=True)]
+        return torch.stack(told).sum(0)
 
     return advantages
 

@@ -94,7 +94,7 @@ def _energies(
     pairings = require_count("pairings", pairings)
     values, finite = _require_groups(rewards, x_0)
     generator = generator or torch.Generator(device=rewards.device).manual_seed(0)
-    draws = torch.rand((pairings, *values.shape), generator=generator, device=generator.device).to(values)
+    draws = torch.rand((pairings, values.shape[1]), generator=generator, device=generator.device).to(values)
     signal, total = torch.full_like(values.sum(1), math.nan), values.new_zeros(len(values))
     for group, (row, here) in enumerate(zip(values, finite)):
         n = int(here.sum())
@@ -107,7 +107,7 @@ def _energies(
         pairs = n // 2
         if pairs < 2:
             continue
-        order = draws[:, group, here].argsort(dim=1, stable=True)
+        order = draws[:, here].argsort(dim=1, stable=True)
         a, b = order[:, :pairs], order[:, pairs : 2 * pairs]
         half_gap = (r[a] - r[b]) / 2
         weight = torch.zeros_like(order, dtype=r.dtype).scatter(1, a, half_gap).scatter(1, b, -half_gap)

@@ -18,6 +18,7 @@ from diffrl.states import (
     States,
     StepsPerSample,
     by_step,
+    credit_of,
     drift_rms,
     finite_states,
     has_reward,
@@ -110,6 +111,7 @@ def guarded_ppo(*, clip: float) -> PolicyLoss:
         ratio = torch.exp((q.log_prob.detach() - q.log_prob_old + bias) * q.std)
         return values, 1 / q.delta, clip_fraction(ratio, q.advantages, clip)
 
+    loss.needs_density = True  # type: ignore[attr-defined]
     return loss
 
 
@@ -124,6 +126,7 @@ def guarded_ppo_as_published(*, clip: float) -> PolicyLoss:
         values = clipped_ratio(exponent, torch.zeros_like(exponent), q.advantages, clip=clip)
         return values, 1 / q.delta, clip_fraction(torch.exp(exponent.detach()), q.advantages, clip)
 
+    loss.needs_density = True  # type: ignore[attr-defined]
     return loss
 
 
@@ -162,13 +165,15 @@ def policy_gradient(
     ratio_deviation, std and output_grad (rms of d loss/d v). ValueError: a trained step without noise.
     """
     beta = require_number("beta", beta, low=0)
+    if getattr(loss, "needs_density", False) and log_prob is not transition_log_prob:
+        raise ValueError(f"the guard is derived for a Gaussian step scored by transition_log_prob, not by {log_prob!r}")
     require_steps_per_sample(steps_per_sample)
 
     def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
         rewarded = has_reward(window)
         s, usable = finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
         v = velocity(params, s.x_t, s.t, s.cond)
-        q = _transition(v, s, window.credit["advantage"], kernel, log_prob, usable)
+        q = _transition(v, s, credit_of(window, "advantage"), kernel, log_prob, usable)
         values, keep, metrics = loss(q)
         if beta:
             mean, _ = kernel(s.x_t, reference_velocity(velocity, window, s), s.t, s.t_next)
