@@ -312,7 +312,7 @@ def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str
         axis.plot(xs, mean, color=colour, label=name, marker="o", markersize=3, linestyle="-" if number < 10 else "--")
         low = [m - (0 if math.isnan(h) else h) for m, h in told]
         high = [m + (0 if math.isnan(h) else h) for m, h in told]
-        if y == "eval/exact_match":  # a share: the t-interval of three seeds may leave [0, 1]
+        if y in ("eval/exact_match", "masked_fraction"):  # a share: the t-interval of three seeds may leave [0, 1]
             low, high = [max(v, 0.0) for v in low], [min(v, 1.0) for v in high]
         axis.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
     axis.set_xlabel(x.replace("_", " "))
