@@ -261,6 +261,7 @@ def write_csv(script: str, found: Mapping[Run, Sequence[Mapping[str, Any]]], *, 
         "behaviour_distance",
         "grad_norm",
         "ratio_deviation",
+        "clip_fraction",
         "diverged",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -304,7 +305,7 @@ def curves(
 
 def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str, *, x: str = "samples") -> None:
     """One line per name with its 95 % band over seeds."""
-    for number, name in enumerate(names):
+    for number, name in enumerate(names):  # a share, an rms and a divergence have bounds that a t-interval ignores
         here = {run: rows for run, rows in found.items() if run.name == name}
         xs, told = curves(here, y, x=x)
         colour = f"C{number % 10}"
@@ -312,8 +313,10 @@ def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str
         axis.plot(xs, mean, color=colour, label=name, marker="o", markersize=3, linestyle="-" if number < 10 else "--")
         low = [m - (0 if math.isnan(h) else h) for m, h in told]
         high = [m + (0 if math.isnan(h) else h) for m, h in told]
-        if y in ("eval/exact_match", "masked_fraction"):  # a share: the t-interval of three seeds may leave [0, 1]
-            low, high = [max(v, 0.0) for v in low], [min(v, 1.0) for v in high]
+        if y in ("eval/exact_match", "masked_fraction", "drift_rms", "kl_proxy"):
+            low = [max(v, 0.0) for v in low]
+        if y in ("eval/exact_match", "masked_fraction"):
+            high = [min(v, 1.0) for v in high]
         axis.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
     axis.set_xlabel(x.replace("_", " "))
     axis.set_ylabel(y)
@@ -362,13 +365,14 @@ def compare(
         for axis, (x, y) in zip(axes[row], panels, strict=True):
             draw_bands(axis, here, names, y, x=x)
             axis.set_title(task, fontsize=9)
-        axes[row, 0].legend(fontsize=6)
-    first = runs[0]
-    seeds = sorted({run.seed for run in runs})
-    rates = sorted({run.learning_rate for run in runs})
+        axes[row, 0].legend(fontsize=8)
+    first = next(iter(found))
+    seeds = sorted({run.seed for run in found})
+    rates = sorted({run.learning_rate for run in found})
     note = (
         f"mean and 95 % t-interval over seeds {seeds}; {first.iterations} iterations of {first.prompts * first.group_size} "
-        f"samples, {first.steps} steps, learning rate {', '.join(f'{r:g}' for r in rates)}; python ablations/{script}.py"
+        f"samples, {first.steps} steps, learning rate {', '.join(f'{r:g}' for r in rates)}; evaluated on 100 prompts x "
+        f"{first.eval_samples}; {'QUICK, no result; ' * options.quick}python ablations/{script}.py"
     )
     print(save_figure(script, figure, note, quick=options.quick))
     lines = []

@@ -71,7 +71,7 @@ def _direction(covariance: Tensor, rms: Tensor, alive: Tensor, scale: float, x_0
     return Direction(value.to(_finite_out(x_0)), alive)
 
 
-# ---- how much of a covariance is signal (MATH 9.1)
+# ---- how much of a covariance is signal
 
 
 def unbiased_covariance(rewards: Float[Tensor, " g k"], x_0: Float[Tensor, " g k *d"]) -> Float[Tensor, " g *d"]:
@@ -251,7 +251,7 @@ def shrink_toward(
     return _shrunk(rewards, x_0, lambda unbiased, alive: running.detach().to(unbiased), scale, pairings)
 
 
-# ---- how much a group's rewards spread (MATH 9.2)
+# ---- how much a group's rewards spread
 
 
 def batch_rms(rewards: Float[Tensor, " g k"], x_0: Float[Tensor, " g k *d"], *, scale: float = 1.0) -> Direction:
@@ -301,7 +301,7 @@ def spread_weight(
     return torch.where(alive, spread / (spread + middle), 0.0).to(_finite_out(rewards))
 
 
-# ---- one direction per noise level (MATH 9.3)
+# ---- one direction per noise level
 
 
 class BinnedDirection(NamedTuple):

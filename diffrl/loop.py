@@ -91,7 +91,7 @@ def train(
 
     A reward that raises for some images gives those nan; for all: ValueError. ValueError at the call, before
     anything runs: empty or non-string prompts, group_size < 2, counts below 1, an optimizer that steps none or other tensors
-    than the model's, a group_size the algorithm's windows do not divide.
+    than the model's, a group_size smaller than the algorithm's updates or larger than its pool.
     """
     prompts = _checked_prompts(prompts, images)
     group_size = require_count("group_size", group_size, low=2)

@@ -34,7 +34,8 @@ from diffrl.types import Metrics, Objective, Params, Step, Velocity, Window
 class Transition(NamedTuple):
     """What a policy-gradient loss may read of each state: the step as it was taken, and as the params would take it now.
 
-    advantages, std, delta = t - t_next, t, log_prob, log_prob_old " w"; mean, mean_old " w *d".
+    advantages, std, delta = t - t_next, t, log_prob, log_prob_old, ratio = exp(log_prob - log_prob_old) " w"; mean, mean_old
+    " w *d".
     """
 
     advantages: Float[Tensor, " w"]
@@ -158,7 +159,9 @@ def policy_gradient(
 ) -> Objective:
     """loss(transitions) + beta KL(step under params, step under window.reference), at the states as they were taken.
 
-    kernel: the one that sampled the trained steps; loss: `ppo`, `guarded_ppo`, `divergence_masked` or one's own;
+    kernel: the one that sampled the trained steps; loss: `ppo`, `guarded_ppo`, `divergence_masked`, or one's own
+    Transition -> (values " w", keep or weight >= 0 " w", metrics), e.g.
+    `lambda q: (-q.advantages * q.ratio, torch.ones_like(q.ratio), {})`;
     log_prob: (x_next, mean, std) -> " w", used for now and then alike (the exact one of then is stored with the states);
     beta: 0, or the weight of kl, which needs window.reference. Of the credit it reads "advantage", "has_reward", "weight".
     Metrics: ratio_deviation = mean |ratio - 1| (0 expected at update 1), drift_rms, kl_reference, and per step of the grid

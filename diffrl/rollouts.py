@@ -68,7 +68,7 @@ def noisiest_nine_tenths(steps: int) -> range:
 
 
 def noisiest(count: int) -> TrainedSteps:
-    """The first `count` steps, where x_t is mostly noise: there G is the exact tilt (MATH: total-covariance caveat).
+    """The first `count` steps, where x_t is mostly noise: there G is the exact tilt (tests/test_theory.py, total covariance).
 
     >>> noisiest(3)(10)
     range(0, 3)

@@ -106,7 +106,7 @@ Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor
 
 
 class Algorithm(NamedTuple):
-    """Four functions and four facts; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
+    """Four functions and four facts. `updates`: optimizer steps per batch, each on a disjoint window of
     every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
     `needs_reference`: the objective reads `window.reference`, which the loop then keeps. `memory`: what it remembers between
     updates (`trust_region.AdaptiveRadius`); the loop calls its reset() when training begins, advance() after each update."""

@@ -359,7 +359,7 @@ def gaussian_bins(times, k: int = 20_000, variance: float = 0.49):
         total = (1 - t) ** 2 * variance + t**2
         mean = m + (1 - t) * variance / total * (s - (1 - t) * m)
         guesses.append(predict_x_0(s, (s - mean) / t, t))
-        expected.append(a * variance * t**2 / total)  # t |Cov(R, u|s)| of MATH section 4
+        expected.append(a * variance * t**2 / total)  # t |Cov(R, u|s)|
     return (x @ a)[None], x[None], torch.stack(guesses, 1)[None], torch.stack(expected)
 
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check (DESIGN): floors, light import, lengths, documentation, controls, no global randomness.
+"""The house rules that a machine can check: floors, light import, lengths, documentation, controls, no global randomness.
 
 Every rule is a function of source text, and each has a negative control: a test with `control` in its name that breaks the rule.
 The convention for all test files: a negative control has `control` in its test's name, or says "negative control" in its body.

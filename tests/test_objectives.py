@@ -435,7 +435,7 @@ def test_nft_is_the_factor_times_both_branches_plus_the_anchor(beta, weighted):
 
 
 def nft_example(r: float = 0.8) -> tuple[Window, dict]:
-    """MATH 11.7: one sample at t = .5."""
+    """One sample at t = .5."""
     x_0, eps = torch.tensor([[1.0, 0.0]], dtype=F64), torch.tensor([[0.0, 1.0]], dtype=F64)
     half, zeros = torch.tensor([0.5], dtype=F64), torch.zeros(1, 1, dtype=F64)
     v_old, x_t = torch.tensor([[[0.2, 0.1]]], dtype=F64), ((x_0 + eps) / 2)[:, None]
@@ -467,7 +467,7 @@ def test_golden_nft(beta, options, expected):
 @settings(max_examples=15)
 @given(seeds, st.floats(0, 1), st.floats(0.05, 2))
 def test_the_forces_of_the_branches_at_the_old_velocity(seed, r, beta):
-    """-dL/dv = (2 t^2/dim) c h, h = u - v_old, c = 2r - 1, r, -(1 - r): beta scales restoration only (MATH 4, derived)."""
+    """-dL/dv = (2 t^2/dim) c h, h = u - v_old, c = 2r - 1, r, -(1 - r): beta scales restoration only."""
     window = window_for(optimality=torch.full((B,), r, dtype=F64))
     tr = window.trajectory
     h = torch.stack([s.u - s.v_old for s in states_of(window, THETA)])
@@ -568,7 +568,7 @@ def test_the_scores_are_0_at_0_and_relate_to_each_other(seed, power):
 
 @pytest.mark.parametrize("name", ["plain", "time", "huber"])
 def test_the_on_policy_gradient_is_that_of_the_weighted_flow_matching_loss(name):
-    """A grad MSE for the plain score (MATH 8), -A grad score in general."""
+    """A grad MSE for the plain score, -A grad score in general."""
     window = window_for()
     piece, score = SCORES[name]
     _, gradient, metrics = outcome(matching_ratio(clip=1e-4, score=piece), window, THETA)

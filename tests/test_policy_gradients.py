@@ -255,7 +255,7 @@ def test_the_guard_s_exponent_is_the_mean_of_z_dmu_and_its_weight_1_over_delta(s
 
 
 def gain_on_v(kernel: str, t: float, t_next: float) -> float:
-    """-d mean/d v, derived here from each kernel's equation (MATH 8 gives Flow-SDE's for t < 1)."""
+    """-d mean/d v, derived here from each kernel's equation."""
     d, eta = t - t_next, ETA[kernel]
     if kernel == "flow":
         return (1 + eta**2 / 2) * d if t < 1 else d
