@@ -1,6 +1,6 @@
 """Stability: does a setting keep what it has learnt? 300 updates at three learning rates, k = 2 and 8, LoRA and full.
 
-    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all] [--pieces NAME,NAME]
+    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all] [--pieces NAME,NAME] [--sizes 2,8]
 
 The aim: never below 95 % of the run's best evaluation, measured from the base, at any of the twelve settings, and at least
 as good as DiffusionNFT at its best learning rate of the three. One seed per setting (twelve settings are twelve trials);
@@ -63,14 +63,16 @@ def kept(rows) -> bool:
 
 
 def main() -> None:
-    more = {"--task": "digits", "--pieces": ",".join(PIECES)}
+    more = {"--task": "digits", "--pieces": ",".join(PIECES), "--sizes": ",".join(map(str, SIZES))}
     options = common.options_of(__doc__, more)
     tasks = ("digits", "jpeg", "letters") if options.task == "all" else (options.task,)
     if "letters" in tasks:
         import letters
 
         letters.ensure()
-    wanted = common.shortened([run for one in tasks for run in runs(one, options.pieces.split(","))], options.quick)
+    sizes = {int(k) for k in options.sizes.split(",")}
+    asked = [run for one in tasks for run in runs(one, options.pieces.split(",")) if run.group_size in sizes]
+    wanted = common.shortened(asked, options.quick)
     found = common.results("stability", wanted, jobs=options.jobs)
     print(common.write_csv("stability", found, quick=options.quick))
     draw(found, tasks, quick=options.quick)
@@ -108,6 +110,7 @@ def summary(found) -> str:
             *(run.name, run.task, f"{run.learning_rate:g}", str(run.group_size), "LoRA" if run.lora else "full"),
             f"{max(r['eval/reward'] for r in rows if 'eval/reward' in r):.3f}",
             f"{[r['eval/reward'] for r in rows if 'eval/reward' in r][-1]:.3f}",
+            f"{[r.get('eval/exact_match', math.nan) for r in rows if 'eval/reward' in r][-1]:.3f}",
             f"{retained(rows):.2f}",
             "yes" if kept(rows) else "no",
         ]

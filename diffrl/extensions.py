@@ -15,12 +15,12 @@ from torch import Tensor
 from diffrl.algorithms import art, lagging
 from diffrl.checks import promote, require_count, require_number
 from diffrl.conflicts import sum_of_directions
-from diffrl.credits import Credit, Labels, covariance_credit, scalar_rewards
+from diffrl.credits import Credit, Labels, covariance_credit, direction_credit, labels_of, scalar_rewards
 from diffrl.directions import binned_direction, joint_rms, spread_weight
 from diffrl.guidance import Direction, aggregate_direction
 from diffrl.objectives import direction_of
 from diffrl.rollouts import TrainedSteps, collect_renoised, first_half
-from diffrl.sampling import euler_step
+from diffrl.sampling import euler_step, predict_x_0
 from diffrl.states import has_reward, window_states
 from diffrl.types import Algorithm, Batch, Params, Step, Velocity, Window
 
@@ -51,17 +51,14 @@ def binned_credit(
     """
 
     def credit(batch: Batch) -> Credit:
-        tr, values = batch.trajectory, labels(batch)
-        g, k = values.shape
-        predicted = rearrange(tr.x_t - tr.t.reshape(1, -1, *[1] * (tr.v.ndim - 2)) * tr.v, "(g k) ... -> g k ...", g=g)
+        tr, values = batch.trajectory, labels_of(batch, labels)
+        (g, k), s = values.shape, len(tr.t)
+        flat = predict_x_0(tr.x_t.flatten(0, 1), tr.v.flatten(0, 1), tr.t.repeat(g * k))
+        predicted = rearrange(flat, "(g k s) ... -> g k s ...", g=g, s=s)
         x_0 = rearrange(tr.x_0, "(g k) ... -> g k ...", g=g)
-        chosen = list(bins(tr.v.shape[1]))
+        chosen = list(bins(s))
         value, alive = binned_direction(values, x_0, predicted, chosen, normalise=normalise, scale=scale)
-        return {
-            "direction": value[:, chosen].repeat_interleave(k, 0),
-            "alive": alive.repeat_interleave(k, 0),
-            "has_reward": rearrange(torch.isfinite(values), "g k -> (g k)"),
-        }
+        return direction_credit(value[:, chosen], alive, torch.isfinite(values))
 
     return credit
 
@@ -104,8 +101,7 @@ def several_rewards_credit(
     def credit(batch: Batch) -> Credit:
         if batch.parts is None:
             raise ValueError("the reward of this batch has no parts: make it with rewards.weighted_sum")
-        g, k, _ = batch.parts.shape
-        x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g)
+        x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=len(batch.parts))
         weights = batch.part_weights
         if weights is None or set(weights) == {1.0}:
             found = direction(batch.parts, x_0)
@@ -113,11 +109,7 @@ def several_rewards_credit(
             found = direction(batch.parts, x_0, weights=torch.tensor(weights, dtype=torch.float64))  # type: ignore[call-arg]
         else:
             raise ValueError(f"{direction} takes no weights, and the reward has {weights}")
-        return {
-            "direction": found.value.repeat_interleave(k, 0),
-            "alive": found.alive.repeat_interleave(k, 0),
-            "has_reward": rearrange(torch.isfinite(batch.parts).all(2), "g k -> (g k)"),
-        }
+        return direction_credit(found.value, found.alive, torch.isfinite(batch.parts).all(2))
 
     return credit
 

@@ -112,10 +112,10 @@ def direction_of(window: Window, s: States) -> Tensor:
 
 def _trainable(window: Window) -> tuple[Bool[Tensor, " b"], Bool[Tensor, " b"]]:
     """(has_reward, alive) of the credit; a credit of one's own may give the direction alone."""
-    credit, b = window.credit, len(window.rewards)
-    return has_reward(window), credit["alive"] if "alive" in credit else (credit["direction"] != 0).reshape(b, -1).any(
-        1
-    )
+    alive = window.credit.get("alive")
+    if alive is None:
+        alive = (credit_of(window, "direction") != 0).reshape(len(window.rewards), -1).any(1)
+    return has_reward(window), alive
 
 
 # ---- forward-process objectives (DiffusionNFT, AWM) -------------------------------------------------------------------

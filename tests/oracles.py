@@ -21,6 +21,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
+def close(found: Tensor, expected, *, rtol: float = 1e-10, atol: float = 1e-13) -> None:
+    """Float64 numbers, equal but for rounding."""
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=F64), rtol=rtol, atol=atol)
+
+
 class Atoms(NamedTuple):
     """A finite data distribution with rewards in [0, 1]."""
 

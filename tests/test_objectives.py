@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import F64, normal, refuses, rms
+from oracles import F64, close, normal, refuses, rms
 from strategies import seeds
 from toys import rows_of, start, timeless
 
@@ -71,10 +71,6 @@ def outcome(objective, window: Window, theta: torch.Tensor = MOVED):
     loss, keep, metrics = objective(linear, {"theta": theta}, window)
     value = masked_mean(loss, keep)
     return value.detach(), torch.autograd.grad(value, theta)[0], metrics
-
-
-def close(found, expected, *, rtol=1e-10, atol=1e-13):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=F64), rtol=rtol, atol=atol)
 
 
 def states_of(window: Window, theta: torch.Tensor) -> list[SimpleNamespace]:
@@ -750,3 +746,9 @@ def test_control_another_reference_kernel_branch_or_sign_would_be_seen():
     )
     assert float(rms(window.trajectory.v - window.trajectory.x_t).min()) > 0.1  # the states are no fixed points
     assert float(value) > 0
+
+
+def test_art_without_a_direction_says_what_it_misses():
+    window = window_for()._replace(credit={"advantage": torch.zeros(B, dtype=F64)})
+    with pytest.raises(ValueError, match=r"reads credit\['direction'\], and the credit has \['advantage'\]"):
+        guided_regression()(linear, {"theta": MOVED}, window)
