@@ -124,6 +124,7 @@ def summary(found) -> str:
         "params",
         "best",
         "last",
+        "exact match",
         "least share of the best gain kept",
         ">= 95 %",
     ]

@@ -132,7 +132,8 @@ def art_steady(
     rewards' spread, one update per rollout, and the behaviour policy an EMA of this retention.
 
     A group whose rewards hardly differ says mostly noise, which unit RMS would bring to full size; the EMA is a restoration
-    that does not end with the rollout. Derived here, not the paper's. direction: (labels, x_0, scale=) -> Direction.
+    that does not end with the rollout. Not a guarantee: at k = 2 full fine-tuning at 3e-4 and above still collapses
+    (`ablations/stability.py`). Derived here, not the paper's. direction: (labels, x_0, scale=) -> Direction.
     Other keywords as `art`, but for rms_axes.
     """
     _refuse_rms_axes(settings)
