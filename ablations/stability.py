@@ -87,9 +87,11 @@ def draw(found, tasks, *, quick: bool) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(tasks), 4, figsize=(20, 4.6 * len(tasks)), squeeze=False)
+    shown = [(k, rank) for k in sorted({run.group_size for run in found}) for rank in LORA]
+    wide = 5.4 * len(shown)
+    figure, axes = plt.subplots(len(tasks), len(shown), figsize=(wide, 4.6 * len(tasks)), squeeze=False)
     for row, task in enumerate(tasks):
-        for axis, (k, rank) in zip(axes[row], [(k, rank) for k in SIZES for rank in LORA]):
+        for axis, (k, rank) in zip(axes[row], shown):
             for run, rows in found.items():
                 if (run.task, run.group_size, run.lora) == (task, k, rank):
                     told = [(r["optimizer_steps"], r["eval/reward"]) for r in rows if "eval/reward" in r]
@@ -99,7 +101,7 @@ def draw(found, tasks, *, quick: bool) -> None:
             axis.set_title(f"{task}, k = {k}, {'LoRA' if rank else 'full'}", fontsize=9)
             axis.set_xlabel("optimizer steps")
         axes[row, 0].set_ylabel("eval/reward")
-        axes[row, 2].legend(fontsize=6)
+        axes[row, 0].legend(fontsize=8)
     note = "seed 0 at every setting, 300 optimizer steps, 4 prompts x k samples per iteration, 6 sampling steps; python ablations/stability.py"
     print(common.save_figure("stability", figure, note, quick=quick))
 
