@@ -6,7 +6,7 @@ renders only those with the policy (Sol-RL, 2604.06916). The draft's rewards cho
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -174,14 +174,14 @@ def two_stage_rollout(
     ValueError, before the first sample: another g anywhere, 2 keep > n, times, kernels, chunk; later: a reward that is
     not " b".
     """
-    g, n = _checked_pool(seeds, cond, keep)
+    g = _checked_pool(seeds, cond, keep)
     _checked_times(draft_times)
     _checked_kernels(step, len(_checked_times(times)) - 1)
     chunk = None if chunk is None else require_count("chunk", chunk)
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) != g:
         raise ValueError(f"prompts must be {g} strings, one per row of seeds {tuple(seeds.shape)}, got {prompts!r}")
 
-    def score(x_0: Tensor, rows: Tensor) -> Tensor:
+    def score(x_0: Tensor, rows: Tensor) -> Any:
         return reward(decode(x_0), [prompts[i] for i in rows.tolist()])
 
     proxy = draft_rewards(draft_velocity, draft_params, cond, seeds, score, times=draft_times, shape=shape, chunk=chunk)
@@ -237,8 +237,8 @@ def _joined(parts: list[Trajectory]) -> Trajectory:
     return first._replace(**whole)
 
 
-def _checked_pool(seeds: Tensor, cond: Cond, keep: int | None) -> tuple[int, int]:
-    """(g, n); ValueError unless seeds are " g n" integers, g >= 1, cond has g rows and 2 keep of n can be chosen."""
+def _checked_pool(seeds: Tensor, cond: Cond, keep: int | None) -> int:
+    """g; ValueError unless seeds are " g n" integers, g >= 1, cond has g rows and 2 keep of n can be chosen."""
     if not isinstance(seeds, Tensor) or seeds.ndim != 2 or seeds.is_floating_point() or seeds.dtype == torch.bool:
         raise ValueError(f"seeds must be (g, n) integers, got {shapes(seeds=seeds)}")
     g, n = seeds.shape
@@ -247,4 +247,4 @@ def _checked_pool(seeds: Tensor, cond: Cond, keep: int | None) -> tuple[int, int
     require_cond(cond, g)
     if keep is not None and 2 * require_count("keep", keep) > n:
         raise ValueError(f"keep={keep} best and as many worst need {2 * keep} seeds per prompt, got {n}")
-    return g, n
+    return g
