@@ -76,6 +76,9 @@ class ConversionReport(NamedTuple):
 class QuantizedLinear(nn.Module):
     """F.linear(quantize(x), weight, bias): four-bit weights and activations. weight holds dequantised values."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, quantize: Quantize):
         super().__init__()
         self.weight, self.quantize = weight, quantize

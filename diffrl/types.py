@@ -104,9 +104,10 @@ Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor
 
 
 class Algorithm(NamedTuple):
-    """Four functions and three facts; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
+    """Four functions and four facts; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
     every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
-    `needs_reference`: the objective reads `window.reference`, which the loop then keeps."""
+    `needs_reference`: the objective reads `window.reference`, which the loop then keeps. `kept`: samples per prompt that
+    `collect` hands on whatever it is given (sol_rl); group_size must equal it."""
 
     collect: Callable[[Velocity, Params, Cond, Int[Tensor, " g k"], Score], Batch]
     credit: Callable[[Batch], Mapping[str, Tensor]]
@@ -115,3 +116,4 @@ class Algorithm(NamedTuple):
     updates: int
     pool: int | None = None
     needs_reference: bool = False
+    kept: int | None = None
