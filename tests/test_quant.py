@@ -96,10 +96,10 @@ def test_control_weights_alone_or_activations_alone_are_another_product():
 def test_the_report_names_every_linear_and_why():
     module = block()
     module.lora_A = nn.ModuleDict({"default": nn.Linear(16, 16)})
-    module.small = nn.Linear(16, 16)
+    module.small, module.wide = nn.Linear(16, 16), nn.Linear(16, 64)
     skip = ("norm1", "attn.qkv", "t_embedder", "nothing")
     draft, report = convert_linears(module, quantize=nvfp4_fake_quantize, skip=skip, min_dim=16)
-    assert report.converted == ("context_embedder", "attn.out")
+    assert report.converted == ("context_embedder", "attn.out", "wide")
     assert report.skipped == {
         "t_embedder": "skip",
         "norm1_context.linear": "skip",
