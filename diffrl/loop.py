@@ -291,6 +291,8 @@ def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
         raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
     if algorithm.pool is not None and algorithm.pool < group_size:
         raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
+    if algorithm.kept is not None and algorithm.kept != group_size:
+        raise ValueError(f"group_size={group_size} must be the {algorithm.kept} samples per prompt that collect keeps")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:

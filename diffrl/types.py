@@ -109,7 +109,8 @@ class Algorithm(NamedTuple):
     """Four functions and four facts. `updates`: optimizer steps per batch, each on a disjoint window of
     every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
     `needs_reference`: the objective reads `window.reference`, which the loop then keeps. `memory`: what it remembers between
-    updates (`trust_region.AdaptiveRadius`); the loop calls its reset() when training begins, advance() after each update."""
+    updates (`trust_region.AdaptiveRadius`); the loop calls its reset() when training begins, advance() after each update.
+    `kept`: samples per prompt that `collect` hands on whatever it is given (sol_rl); group_size must equal it."""
 
     collect: Callable[[Velocity, Params, Cond, Int[Tensor, " g k"], Score], Batch]
     credit: Callable[[Batch], Mapping[str, Tensor]]
@@ -119,3 +120,4 @@ class Algorithm(NamedTuple):
     pool: int | None = None
     needs_reference: bool = False
     memory: Any = None
+    kept: int | None = None

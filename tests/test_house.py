@@ -20,14 +20,16 @@ TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 FLOORS = {
     **dict.fromkeys(("version", "types", "checks"), 0),
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
-    **dict.fromkeys(("directions", "conflicts", "diversity"), 1),
-    **dict.fromkeys(("quant", "trust_region", "rewards", "models", "families"), 2),
-    **dict.fromkeys(("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions"), 3),
+    **dict.fromkeys(("directions", "conflicts", "diversity", "fp4"), 1),
+    **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
+    **dict.fromkeys(
+        ("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions", "sol_rl"), 3
+    ),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
-    *("accelerate", "ray", "scipy", "tokenizers"),
+    *("accelerate", "ray", "scipy", "tokenizers", "torchao"),
 }
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
 LONG_FUNCTIONS = {
@@ -173,9 +175,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = (
-    "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli"
-)
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant"
 
 
 def test_importing_the_library_loads_nothing_heavy():
