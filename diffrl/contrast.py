@@ -5,7 +5,7 @@ renders only those with the policy (Sol-RL, 2604.06916). The draft's rewards cho
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from diffrl.checks import require_cond, require_count, require_same_shape, require_tensors, shapes
+from diffrl.checks import require_cond, require_count, require_number, require_same_shape, require_tensors, shapes
 from diffrl.sampling import _checked_kernels, _checked_times, euler_step, rollout
 from diffrl.types import Cond, Params, Reward, Score, Step, Trajectory, Velocity
 
@@ -119,6 +119,83 @@ def _checked_keep_of(rewards: Tensor, keep: int, *, name: str) -> int:
     if 2 * keep > rewards.shape[1]:
         raise ValueError(f"keep={keep} best and as many worst of {rewards.shape[1]}: {shapes(**{name: rewards})}")
     return keep
+
+
+# ---- extras -----------------------------------------------------------------------------------------------------------
+
+
+def affordable_pool(budget: float, *, draft: float, policy: float, keep: int, most: int) -> int:
+    """*Extra*: the largest n <= most with n draft + 2 keep policy <= budget, and never below 2 keep. Derived here.
+
+    budget: seconds per prompt; draft, policy: seconds of one sample in either stage, scoring included, measured. ValueError:
+    numbers below 0 (draft: at 0 too), keep < 1, most < 2 keep.
+
+    >>> affordable_pool(10.0, draft=0.1, policy=0.25, keep=12, most=96), affordable_pool(1.0, draft=0.1, policy=0.25, keep=12, most=96)
+    (40, 24)
+    """
+    keep, most = require_count("keep", keep), require_count("most", most)
+    if most < 2 * keep:
+        raise ValueError(f"most={most} is below the {2 * keep} samples that keep={keep} chooses")
+    budget, policy = require_number("budget", budget, low=0), require_number("policy", policy, low=0)
+    draft = require_number("draft", draft, low=0, open_low=True)
+    spare = (budget - 2 * keep * policy) / draft
+    return max(2 * keep, min(most, math.floor(spare + 1e-9)))
+
+
+class RewardCache:
+    """*Extra*: rewards by (prompt, seed, policy version), the latest `capacity` of them. Derived here.
+
+    In training the version changes with every iteration, so it hits only on resume, audit and evaluation; a key without the
+    version would hand on the rewards of samples that no longer exist. version: whatever tells policies apart, an iteration
+    or a digest. What is not finite is not kept.
+
+    >>> cache = RewardCache(capacity=2)
+    >>> cache(["a", "a"], [0, 1], version=3, render=lambda rows: torch.tensor([float(r) for r in rows]))
+    tensor([0., 1.])
+    >>> cache(["a", "a"], [1, 0], version=3, render=None)
+    tensor([1., 0.])
+    """
+
+    def __init__(self, *, capacity: int):
+        self.capacity = require_count("capacity", capacity)
+        self.kept: dict[tuple[str, int, Hashable], float] = {}
+        self.hits = self.misses = 0
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int] | Tensor,
+        *,
+        version: Hashable,
+        render: Callable[[list[int]], Tensor] | None,
+    ) -> Float[Tensor, " b"]:
+        """Rewards " b" (float32), of which render(rows) gives those of the rows not known, in their order. ValueError: lengths
+        that differ, a version of None, as many rewards as rows not returned."""
+        numbers = [int(s) for s in seeds]
+        if isinstance(prompts, str) or len(prompts) != len(numbers) or version is None:
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(numbers)} seeds, version {version!r}: one each, and a version"
+            )
+        keys = [(prompt, seed, version) for prompt, seed in zip(prompts, numbers)]
+        fresh = list({key: row for row, key in reversed(list(enumerate(keys))) if key not in self.kept}.values())[::-1]
+        self.hits, self.misses = self.hits + len(keys) - len(fresh), self.misses + len(fresh)
+        found = {key: self.kept[key] for key in keys if key in self.kept}
+        if fresh:
+            if render is None:
+                raise ValueError(
+                    f"{len(fresh)} rewards are not known, the first of {keys[fresh[0]]}, and render is None"
+                )
+            values = render(fresh)
+            if not isinstance(values, Tensor) or tuple(values.shape) != (len(fresh),):
+                raise ValueError(f"render must return ({len(fresh)},) rewards, got {shapes(rewards=values)}")
+            found |= {keys[row]: float(value) for row, value in zip(fresh, values)}
+        for key in keys:  # the latest asked for are the last to go
+            self.kept.pop(key, None)
+            if math.isfinite(found[key]):
+                self.kept[key] = found[key]
+        for key in list(self.kept)[: max(len(self.kept) - self.capacity, 0)]:
+            del self.kept[key]
+        return torch.tensor([found[key] for key in keys], dtype=torch.float32)
 
 
 # ---- the two-stage rollout --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ Metrics of one iteration, all floats (times in seconds):
     kl_velocity, anchor         mean (v - v_reference)^2 of AWM and DiffusionNFT, before their factors
     optimality/mean, /min, /max of DiffusionNFT's r: near 1/2 throughout it says nothing
     NAME/t=0.900                ratio_deviation, std and output_grad (rms of d loss/d v) of the step that starts at t
+    draft/..., audit/..., and further seconds/... of `sol_rl`, see there
     seconds/rollout, seconds/reward, seconds/update
 """
 
@@ -148,9 +149,8 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         score = Score(model.decode, reward, texts)
 
         with torch.no_grad():
-            batch = algorithm.collect(
-                sampler._replace(iteration=i), behaviour, cond, seeds, score
-            )  # 1. roll out and score
+            # 1. roll out and score
+            batch = algorithm.collect(sampler._replace(iteration=i), behaviour, cond, seeds, score)
             _check_batch(batch, plan)
             credit = algorithm.credit(batch)  # 2. turn rewards into what each sample is told
         _check_credit(credit, plan)
@@ -173,7 +173,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             "seconds/reward": score.seconds,
             "seconds/update": time.perf_counter() - collected,
         }
-        yield {"iteration": i, **metrics, **_over_updates(updates), **seconds}
+        yield {"iteration": i, **metrics, **(batch.metrics or {}), **_over_updates(updates), **seconds}
 
 
 def update(

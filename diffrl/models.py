@@ -39,7 +39,7 @@ class Model(NamedTuple):
     times: (steps) -> float32 " {steps}+1", this family's grid at this size: 1 -> 0, strictly decreasing.
     module: the denoiser, in eval mode for ever.
     export: (folder, params=None) -> folder as a Path, with weights the pipeline class loads back; None: the live params.
-    rebind: (other module of the same architecture) -> Model around it, with that module's own live params.
+    rebind: (other module of the same architecture) -> Model around it, with its own live params (`names=`: only these).
     """
 
     velocity: Velocity
@@ -50,12 +50,10 @@ class Model(NamedTuple):
     times: Callable[[int], Tensor]
     module: nn.Module | None = None
     export: Callable[..., Path] | None = None
-    rebind: "Callable[[nn.Module], Model] | None" = None
+    rebind: "Callable[..., Model] | None" = None
 
 
 DECODED_TOGETHER, SMALL_PIXELS = 16, 2**15
-
-# the public function
 
 
 class _Setup(NamedTuple):
@@ -158,10 +156,13 @@ def _around(setup: _Setup, names: Sequence[str], shared: dict[str, Callable], mo
     )
 
 
-def _rebind(setup: _Setup, params: Params, shared: dict[str, Callable], module: Any) -> Model:
+def _rebind(
+    setup: _Setup, params: Params, shared: dict[str, Callable], module: Any, names: Sequence[str] | None = None
+) -> Model:
     """Model around another module of the same architecture; ValueError where names or shapes differ."""
-    model = _around(setup, list(params), shared, module)
-    require_same_keys(params=params, module=model.params)
+    names = list(params if names is None else names)
+    model = _around(setup, names, shared, module)
+    require_same_keys(params={name: params[name] for name in names}, module=model.params)
     module.eval()
     for name, tensor in module.named_parameters():
         if name not in params:

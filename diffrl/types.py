@@ -81,6 +81,7 @@ class Batch(NamedTuple):
     """One rollout of g prompts x k samples: its trajectory (b = g k rows, prompt-major), rewards, one cond row per prompt.
 
     parts: the j single rewards that `rewards` is made of, where the reward has several, and their weights; else None.
+    metrics: what `collect` measured on the way (`sol_rl`); the loop tells it with its own.
     """
 
     trajectory: Trajectory
@@ -88,6 +89,7 @@ class Batch(NamedTuple):
     cond: Cond
     parts: Float[Tensor, " g k j"] | None = None
     part_weights: tuple[float, ...] | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 class Window(NamedTuple):

@@ -23,7 +23,18 @@ FLOORS = {
     **dict.fromkeys(("directions", "conflicts", "diversity", "fp4"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
     **dict.fromkeys(
-        ("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions", "sol_rl"), 3
+        (
+            "algorithms",
+            "rollouts",
+            "credits",
+            "states",
+            "policy_gradients",
+            "objectives",
+            "extensions",
+            "sol_rl",
+            "drafts",
+        ),
+        3,
     ),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
 }
