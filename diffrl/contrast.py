@@ -177,7 +177,8 @@ class RewardCache:
                 f"{len(prompts)} prompts, {len(numbers)} seeds, version {version!r}: one each, and a version"
             )
         keys = [(prompt, seed, version) for prompt, seed in zip(prompts, numbers)]
-        fresh = list({key: row for row, key in reversed(list(enumerate(keys))) if key not in self.kept}.values())[::-1]
+        first = {key: row for row, key in reversed(list(enumerate(keys)))}
+        fresh = sorted(row for key, row in first.items() if key not in self.kept)
         self.hits, self.misses = self.hits + len(keys) - len(fresh), self.misses + len(fresh)
         found = {key: self.kept[key] for key in keys if key in self.kept}
         if fresh:

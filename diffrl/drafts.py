@@ -53,8 +53,7 @@ class Draft:
             if name not in params or reference() is not params[name]:
                 raise ValueError(f"stale draft: {name!r} is not the tensor it was written from; call draft(params)")
             if params[name]._version != version:
-                changes = params[name]._version - version
-                raise ValueError(f"stale draft: {name!r} was changed {changes} times since; call draft(params) again")
+                raise ValueError(f"stale draft: {name!r} was changed in place since it was written; call draft(params)")
         with torch.no_grad():
             return self._velocity(self._own, x_t, t, cond)
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from diffrl.checks import require_count, require_number, require_tensors, shapes
 from diffrl.contrast import (
     RankAgreement,
+    RewardCache,
     TwoStageRollout,
+    affordable_pool,
     draft_rewards,
     rank_agreement,
     select_contrastive,
@@ -31,7 +33,9 @@ __all__ = [
     "ConversionReport",
     "QuantizedLinear",
     "RankAgreement",
+    "RewardCache",
     "TwoStageRollout",
+    "affordable_pool",
     "convert_linears",
     "draft_rewards",
     "e2m1_round",

@@ -13,7 +13,9 @@ from strategies import reward_groups
 
 from diffrl.contrast import (
     RankAgreement,
+    RewardCache,
     TwoStageRollout,
+    affordable_pool,
     draft_rewards,
     rank_agreement,
     select_contrastive,
@@ -380,3 +382,77 @@ def test_a_reward_of_another_shape_is_refused():
     for bad in (lambda x, p: x, lambda x, p: torch.zeros(len(p), dtype=torch.int64), lambda x, p: [0.0] * len(p)):
         with refuses("reward", "(30,)"):
             staged(reward=bad)
+
+
+# ---- extras -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(0, 50),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.integers(1, 8),
+    st.integers(0, 80),
+)
+def test_the_affordable_pool_is_the_largest_that_fits(budget, draft, policy, keep, more):
+    most = 2 * keep + more
+    n = affordable_pool(budget, draft=draft, policy=policy, keep=keep, most=most)
+    fitting = [m for m in range(2 * keep, most + 1) if m * draft + 2 * keep * policy <= budget + 1e-8 * draft]
+    assert n == max(fitting, default=2 * keep)
+
+
+def test_bad_budgets_are_refused():
+    good = {"draft": 0.1, "policy": 0.2, "keep": 2, "most": 8}
+    for name, value in {"draft": 0, "policy": -1, "keep": 0, "most": 3}.items():
+        with refuses(name, value):
+            affordable_pool(1.0, **{**good, name: value})
+    with refuses("budget", "nan"):
+        affordable_pool(math.nan, **good)
+
+
+def tenfold(log):
+    def render(rows):
+        log.append(rows)
+        return torch.tensor([10.0 * r for r in rows])
+
+    return render
+
+
+def test_the_cache_renders_what_it_does_not_know_once():
+    cache, log = RewardCache(capacity=10), []
+    assert cache(["a", "b", "a"], [1, 1, 1], version=0, render=tenfold(log)).tolist() == [0, 10, 0]
+    assert log == [[0, 1]]
+    assert cache(["b", "a"], torch.tensor([1, 1]), version=0, render=None).tolist() == [10, 0]
+    assert (cache.hits, cache.misses) == (3, 2)
+    assert cache(["x", "a", "A"], [1, 1, 1], version=0, render=tenfold(log)).tolist() == [0, 0, 20]
+    assert log[1:] == [[0, 2]]
+
+
+def test_control_another_policy_version_is_another_reward():
+    cache, log = RewardCache(capacity=10), []
+    for version in (0, 1, "digest", 0):
+        cache(["a"], [1], version=version, render=tenfold(log))
+    assert len(log) == 3
+
+
+def test_the_cache_forgets_the_oldest_and_keeps_no_nan():
+    cache, log = RewardCache(capacity=2), []
+    cache(["a", "b"], [0, 0], version=0, render=tenfold(log))
+    cache(["a"], [0], version=0, render=None)
+    cache(["c"], [0], version=0, render=tenfold(log))
+    assert {key[0] for key in cache.kept} == {"a", "c"}
+    assert torch.isnan(cache(["d"], [0], version=0, render=lambda rows: torch.tensor([math.nan])))
+    assert {key[0] for key in cache.kept} == {"a", "c"}
+
+
+def test_bad_calls_of_the_cache_are_refused():
+    cache = RewardCache(capacity=2)
+    with refuses("capacity", 0):
+        RewardCache(capacity=0)
+    for prompts, numbers, version in ((["a"], [0, 1], 0), ("a", [0], 0), (["a"], [0], None)):
+        with refuses("version", repr(version)):
+            cache(prompts, numbers, version=version, render=tenfold([]))
+    with refuses("render is None", "'a'"):
+        cache(["a"], [0], version=0, render=None)
+    with refuses("(1,)", "(2,)"):
+        cache(["a"], [0], version=0, render=lambda rows: torch.zeros(2))
