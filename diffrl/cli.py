@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 EPILOG = """examples:
   diffrl train --task digits --algorithm art --output runs/demo
   diffrl train --resume runs/demo
+  diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
   diffrl doctor --task digits --algorithm art
   diffrl pretrain digits --output my_digits
@@ -71,6 +72,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "checkpoint_every": "iterations between checkpoints",
         "micro_batch": "samples per backward pass; none: the whole window",
         "rollout_chunk": "samples per model call in the rollout; none: all",
+        "draft": "Sol-RL: none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
+        "pool": "Sol-RL: seeds drafted per prompt, of which the best and worst half --group-size are trained on",
+        "draft_steps": "Sol-RL: sampling steps of a draft",
+        "draft_skip": "Sol-RL: layers left as they are, by name, with commas between",
+        "draft_min_dim": "Sol-RL: layers with neither axis larger are left as they are",
+        "audit_every": "Sol-RL: iterations between comparisons of a whole pool with the policy; none: never",
         "height": "pixels; none: the task's own",
         "width": "pixels; none: the task's own",
         "guidance_scale": "none: the task's own",
@@ -205,7 +212,8 @@ def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
         values = [row[name] for row in evaluated if row.get(name) is not None]
         if values:
             lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
-    seconds = sum(v for row in rows for k, v in row.items() if k.startswith("seconds/") and v is not None)
+    whole = [f"seconds/{part}" for part in ("rollout", "reward", "update", "evaluation")]  # others are parts of these
+    seconds = sum(row.get(name) or 0.0 for row in rows for name in whole)
     lines.append(
         f"{len(rows)} iterations, {seconds:.0f} s; written: {', '.join(sorted(p.name for p in folder.iterdir()))}"
     )

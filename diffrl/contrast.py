@@ -84,12 +84,12 @@ def rank_agreement(proxy: Float[Tensor, " g n"], true: Float[Tensor, " g n"], *,
 
 def _agreement(guess: Tensor, truth: Tensor, keep: int) -> list[float]:
     """The fields of one group, " n" finite values each."""
-    n, ranks = len(truth), _ranks(truth)
+    n, ranks = len(truth), average_ranks(truth)
     chosen, best = (select_contrastive(x[None], keep=keep)[0] for x in (guess, truth))
     top, bottom = chosen[:keep], chosen[keep:]
     a, b = (torch.sign(x[:, None] - x[None, :]).flatten() for x in (guess, truth))
     fields = (
-        _cosine(_ranks(guess) - (n + 1) / 2, ranks - (n + 1) / 2),
+        _cosine(average_ranks(guess) - (n + 1) / 2, ranks - (n + 1) / 2),
         _cosine(a, b),
         torch.isin(top, best[:keep]).double().mean(),
         torch.isin(bottom, best[keep:]).double().mean(),
@@ -100,8 +100,14 @@ def _agreement(guess: Tensor, truth: Tensor, keep: int) -> list[float]:
     return [float(x) for x in fields]
 
 
-def _ranks(x: Tensor) -> Tensor:
-    """1 for the largest, ties their average, in float64: (number above) + (number equal + 1)/2."""
+def average_ranks(x: Float[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """1 for the largest of " n" values, ties their average: (number above) + (number equal + 1)/2.
+
+    >>> average_ranks(torch.tensor([0.5, 2.0, 0.5]))
+    tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
+    """
+    if not isinstance(x, Tensor) or x.ndim != 1:
+        raise ValueError(f"ranks are of one row of values, got {shapes(x=x)}")
     above, equal = (x[None, :] > x[:, None]).sum(1), (x[None, :] == x[:, None]).sum(1)
     return above + (equal + 1).double() / 2
 

@@ -4,6 +4,7 @@
     checkpoint/          the newest whole checkpoint (`diffrl.checkpoints`)
     adapter/             the trained LoRA, as the pipeline's own load_lora_weights reads it
     curve.png, before_after.png
+    drafts.png, ranks.png   with --draft: what the draft chose, and how well it ranks
 
 At iteration 0, every `eval_every` iterations and the last, a line also has eval/exact_match (where an OCR engine judges),
 eval/reward, and eval/iterations: how many iterations lie behind the evaluated weights. At iteration 0 that is 0, the base
@@ -28,12 +29,14 @@ import torch
 
 from diffrl.algorithms import live
 from diffrl.checks import require_count
+from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
-from diffrl.settings import Bench, Evaluation, Settings, build, evaluate
+from diffrl.sampling import rollout, sample_seeds
+from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate, make_draft
 from diffrl.types import Params
 from diffrl.version import __version__
-from diffrl.windows import score_images
+from diffrl.windows import Score, encode, score_images
 
 
 def refuse_folder(folder: Path, *, overwrite: bool) -> None:
@@ -317,6 +320,40 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
         captions_after=_captions(after),
         good_before=None if before.exact is None else [bool(e == 1) for e in before.exact],
         good_after=None if after.exact is None else [bool(e == 1) for e in after.exact],
+    )
+    if s.draft != "none":
+        save_draft_pictures(folder, s, bench)
+
+
+def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
+    """drafts.png: the chosen seeds of one prompt, as the draft and as the trained policy render them; ranks.png: the rank
+    scatter of five prompts. Held-out seeds; pools of at most 48."""
+    from diffrl.plots import save_draft_pairs, save_rank_scatter
+
+    n, keep = min(s.pool, max(48, s.group_size)), s.group_size // 2
+    prompts = bench.prompts[:: len(bench.prompts) // 5 + 1][:5]
+    seeds = sample_seeds(HELD_OUT_SEED, 1, range(len(prompts)), n).to(next(iter(bench.model.params.values())).device)
+    cond, score = encode(bench.model, prompts), Score(bench.model.decode, bench.reward, prompts)
+    policy = (bench.model.velocity, bench.model.params)
+    sides = {"draft": (make_draft(s, bench.model)(bench.model.params), s.draft_steps), "policy": (policy, s.steps)}
+    shape, found = bench.model.latent_shape(), {}
+    for name, ((velocity, params), steps) in sides.items():
+        how: dict[str, Any] = {"times": bench.model.times(steps), "shape": shape, "chunk": s.rollout_chunk or 128}
+        found[name] = draft_rewards(velocity, params, cond, seeds, score, **how)
+    save_rank_scatter(folder / "ranks.png", found["draft"], found["policy"], keep=keep, titles=prompts)
+    # the prompt whose drafts differ most: where all agree there is nothing to see
+    j = int(found["draft"].nan_to_num(0.0).std(1).argmax())
+    columns = select_contrastive(found["draft"][j : j + 1], keep=min(keep, 6))[0].to(seeds.device)
+    own = {name: value[j : j + 1].repeat_interleave(len(columns), 0) for name, value in cond.items()}
+    images = {}
+    for name, ((velocity, params), steps) in sides.items():
+        times = bench.model.times(steps)
+        walked = rollout(velocity, params, own, times, seeds=seeds[j, columns], shape=shape, keep=[])
+        images[name] = bench.model.decode(walked.x_0)
+    rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
+    path, titles = folder / "drafts.png", ["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2)
+    save_draft_pairs(
+        path, images["draft"], images["policy"], titles=titles, draft_rewards=rewards[0], rewards=rewards[1]
     )
 
 

@@ -1,7 +1,7 @@
 """What a run depends on: its settings, and the model, prompts, reward and algorithm they name; held-out evaluation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -13,6 +13,8 @@ from torch import Tensor
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
 from diffrl.checks import require_count, require_number
+from diffrl.drafts import merged_draft
+from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
 from diffrl.models import from_pipeline
 from diffrl.sampling import rollout, sample_seeds
@@ -37,6 +39,13 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "jpeg_incompressibility": rewards.jpeg_incompressibility,
 }
 TASKS = ("digits", "prompts")
+DRAFTS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "policy": None,
+    "nvfp4": nvfp4_fake_quantize,
+    "mxfp4": mxfp4_fake_quantize,
+}
+DRAFT_OPTIONS = ("pool", "draft_steps", "draft_skip", "draft_min_dim", "audit_every")
 HELD_OUT_SEED = 2**62 + 1  # beyond every --seed
 
 
@@ -65,6 +74,12 @@ class Settings:
     checkpoint_every: int = 5
     micro_batch: int | None = None
     rollout_chunk: int | None = None
+    draft: str = "none"
+    pool: int = 96
+    draft_steps: int = 6
+    draft_skip: str = ""
+    draft_min_dim: int = 0
+    audit_every: int | None = None
     height: int | None = None
     width: int | None = None
     guidance_scale: float | None = None
@@ -106,7 +121,7 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
 def check_settings(s: Settings) -> None:
     """One ValueError naming the option and its value for the first setting that cannot be."""
-    for name, known in (("task", TASKS), ("algorithm", tuple(ALGORITHMS))):
+    for name, known in (("task", TASKS), ("algorithm", tuple(ALGORITHMS)), ("draft", tuple(DRAFTS))):
         value = getattr(s, name)
         if value not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
@@ -124,12 +139,57 @@ def check_settings(s: Settings) -> None:
     require_number("--learning-rate", s.learning_rate, low=0, open_low=True)
     require_number("--radius", s.radius, low=0)
     parse_trained_steps(s.trained_steps, s.steps)
+    _check_draft(s)
     if s.task == "prompts" and (s.model is None or s.prompts is None):
         raise ValueError(f"--task prompts needs --model and --prompts FILE, got {s.model!r} and {s.prompts!r}")
     try:
         torch.empty(0, device=s.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {s.device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _check_draft(s: Settings) -> None:
+    require_count("--pool", s.pool)
+    require_count("--draft-steps", s.draft_steps)
+    require_count("--draft-min-dim", s.draft_min_dim, low=0)
+    if s.audit_every is not None:
+        require_count("--audit-every", s.audit_every)
+    if s.draft == "none":
+        given = [n for n in DRAFT_OPTIONS if getattr(s, n) != getattr(Settings, n)]
+        if given:
+            raise ValueError(
+                f"--{given[0].replace('_', '-')} {getattr(s, given[0])!r} needs a --draft: nvfp4, mxfp4 or policy"
+            )
+        return
+    if s.group_size % 2 or s.group_size > s.pool:
+        raise ValueError(
+            f"--draft {s.draft} keeps the best and worst half of --group-size {s.group_size} out of --pool {s.pool}: an even number, at most the pool"
+        )
+    if s.draft == "policy" and (s.draft_skip or s.draft_min_dim):
+        raise ValueError(
+            f"--draft policy converts nothing: --draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
+        )
+
+
+def make_draft(s: Settings, model: Any) -> Any:
+    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none."""
+    quantize, skip = DRAFTS[s.draft], [name.strip() for name in s.draft_skip.split(",") if name.strip()]
+    if quantize is None or getattr(model, "module", None) is None:  # the toy of the rehearsal has no layers
+        return lambda params: (model.velocity, params)
+    draft = merged_draft(model, quantize=quantize, skip=skip, min_dim=s.draft_min_dim)
+    if (unused := draft.report.unused_skips) or not draft.report.converted:
+        raise ValueError(
+            f"--draft {s.draft} converts {len(draft.report.converted)} layers; --draft-skip names that meet none: {list(unused)}"
+        )
+    return draft
+
+
+def drafted(algorithm: Algorithm, s: Settings, model: Any) -> Algorithm:
+    """The algorithm inside `sol_rl` where the settings ask for a draft of this model, else itself."""
+    if s.draft == "none":
+        return algorithm
+    options: dict[str, Any] = {"draft_steps": s.draft_steps, "audit_every": s.audit_every, "chunk": s.rollout_chunk}
+    return algorithms.sol_rl(algorithm, draft=make_draft(s, model), pool=s.pool, keep=s.group_size // 2, **options)
 
 
 def make_algorithm(s: Settings) -> Algorithm:
@@ -162,6 +222,7 @@ def rehearse(algorithm: Algorithm, s: Settings) -> None:
     model = toy_task.toy_model()
     optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
     prompts, reward = toy_task.PROMPTS, toy_task.toward_compass
+    algorithm = drafted(algorithm, replace(s, audit_every=None), model)
     next(train(model, algorithm, prompts, reward, optimizer, group_size=s.group_size, steps=s.steps, seed=0))
 
 
@@ -230,7 +291,7 @@ def build(s: Settings) -> Bench:
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
     model = from_pipeline(pipe, lora={"r": s.lora_rank, "lora_alpha": s.lora_alpha}, **options)
-    return Bench(model, prompts, reward, held_out, algorithm)
+    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, model))
 
 
 def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:

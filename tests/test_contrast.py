@@ -16,6 +16,7 @@ from diffrl.contrast import (
     RewardCache,
     TwoStageRollout,
     affordable_pool,
+    average_ranks,
     draft_rewards,
     rank_agreement,
     select_contrastive,
@@ -172,6 +173,14 @@ def test_gaussian_ranks_at_the_published_correlation():
     assert float(found.spearman.mean()) == pytest.approx(0.92, abs=0.01)
     assert float(found.top_match.mean()) == pytest.approx(0.75, abs=0.02)
     assert float(found.mean_rank_top.mean()) == pytest.approx(9.0, abs=0.3)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=12))
+def test_average_ranks_are_scipys(values):
+    x = torch.tensor(values)
+    assert average_ranks(x).tolist() == scipy.stats.rankdata(-x.numpy(), method="average").tolist()
+    with refuses("one row"):
+        average_ranks(x[None])
 
 
 def test_groups_with_too_little_or_no_spread():

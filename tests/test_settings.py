@@ -16,6 +16,7 @@ from diffrl.rewards import TextReward, quoted, weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import (
     ALGORITHMS,
+    DRAFTS,
     HELD_OUT_SEED,
     REWARDS,
     Evaluation,
@@ -23,9 +24,11 @@ from diffrl.settings import (
     Settings,
     build,
     check_settings,
+    drafted,
     evaluate,
     judge_text,
     make_algorithm,
+    make_draft,
     make_reward,
     parse_trained_steps,
     read_prompts,
@@ -100,6 +103,49 @@ BAD = [
 def test_one_bad_setting_is_refused_by_its_option_and_value(name, value, message):
     with pytest.raises(ValueError, match=message):
         check_settings(replace(Settings(), **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"draft": "int4"}, "--draft must be one of none, policy, nvfp4, mxfp4, got 'int4'"),
+        ({"pool": 48}, "--pool 48 needs a --draft"),
+        ({"draft_skip": "norm_out"}, "--draft-skip 'norm_out' needs a --draft"),
+        ({"audit_every": 5}, "--audit-every 5 needs a --draft"),
+        ({"draft": "nvfp4", "group_size": 7}, "--group-size 7 out of --pool 96"),
+        ({"draft": "nvfp4", "pool": 8}, "--group-size 16 out of --pool 8"),
+        ({"draft": "policy", "draft_min_dim": 64}, "--draft policy converts nothing.*64"),
+        ({"draft": "nvfp4", "draft_steps": 0}, "--draft-steps.*0"),
+        ({"draft": "nvfp4", "pool": 0}, "--pool.*0"),
+        ({"draft": "nvfp4", "draft_min_dim": -1}, "--draft-min-dim.*-1"),
+        ({"draft": "nvfp4", "audit_every": 0}, "--audit-every.*0"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check_settings(replace(Settings(), **changed))
+
+
+@pytest.mark.parametrize("draft", [name for name in DRAFTS if name != "none"])
+def test_control_every_draft_is_accepted_and_rehearsed(draft):
+    s = Settings(draft=draft, pool=20, draft_steps=4, audit_every=3)
+    check_settings(s)
+    rehearse(make_algorithm(s), s)
+    algorithm = drafted(make_algorithm(s), s, toy_model())
+    assert (algorithm.pool, algorithm.kept) == (20, 16)
+    velocity, params = make_draft(s, toy_model())({"mean": 1})
+    assert callable(velocity)
+    assert params == {"mean": 1}
+
+
+def test_without_a_draft_the_algorithm_is_itself():
+    algorithm = make_algorithm(Settings())
+    assert drafted(algorithm, Settings(), toy_model()) is algorithm
+
+
+def test_an_algorithm_whose_samples_share_their_noise_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="DanceGRPO"):
+        build(Settings(algorithm="dance_grpo", draft="nvfp4", model="nowhere"))
 
 
 def test_control_the_defaults_are_accepted():
