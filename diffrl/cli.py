@@ -20,6 +20,7 @@ EPILOG = """examples:
   diffrl train --resume runs/demo
   diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
+  torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
   diffrl doctor --task digits --algorithm art
   diffrl pretrain digits --output my_digits
 
@@ -169,8 +170,10 @@ def _bar(**numbers: Any) -> Any:
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from diffrl.ranks import launched
     from diffrl.run import Interrupted, run
 
+    ranks = launched()
     progress = None if options.quiet else _bar
     folder = Path(options.resume or options.output or f"runs/{options.task}-{options.algorithm}")
     try:
@@ -181,7 +184,9 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                     f"--resume reads its settings from {options.resume}: {', '.join(other)} cannot be given"
                 )
             more = options.iterations if "--iterations" in given else None
-            rows = run(folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures)
+            rows = run(
+                folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures, ranks=ranks
+            )
         else:
             settings = _settings(options)
             what = f"{settings.iterations} iterations of {settings.prompts_per_iteration} prompts x {settings.group_size} samples"
@@ -191,16 +196,24 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                 print(title, flush=True)
                 return None if progress is None else progress(**numbers)
 
-            rows = run(folder, settings, overwrite=options.overwrite, progress=titled, pictures=not options.no_pictures)
+            rows = run(
+                folder,
+                settings,
+                overwrite=options.overwrite,
+                progress=titled,
+                pictures=not options.no_pictures,
+                ranks=ranks,
+            )
     except Interrupted as stop:
-        print(f"\n{stop}", file=sys.stderr)
+        print(f"\n{stop}" * (ranks.rank == 0), file=sys.stderr)
         return 130
     except KeyboardInterrupt:  # outside the iterations: while the model loads, or while pictures are drawn
         if not (folder / "metrics.jsonl").is_file():
             raise
         print(f"\ninterrupted; go on with: diffrl train --resume {folder}", file=sys.stderr)
         return 130
-    print(summary(folder, rows))
+    if ranks.rank == 0:
+        print(summary(folder, rows))
     return 0
 
 

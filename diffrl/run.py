@@ -32,6 +32,7 @@ from diffrl.checks import require_count
 from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
+from diffrl.ranks import Ranks, alone
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate, make_draft
 from diffrl.types import Params
@@ -146,18 +147,22 @@ def run(
     overwrite: bool = False,
     progress: Callable[..., Any] | None = None,
     pictures: bool = True,
+    ranks: Ranks = alone,
 ) -> list[dict[str, Any]]:
     """Train in `folder` and return the rows of its metrics.jsonl. Interrupt it at any moment and go on with resume=True:
     rows (times apart) and weights are those of the uninterrupted run, bit for bit on the same machine.
 
+    ranks: of one of several processes that train together (`ranks.launched()`); the first alone writes, evaluates and draws.
     s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
     factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
     """
+    if ranks.rank > 0:
+        return _follow(Path(folder), s, resume, iterations, ranks)
     with _alone(Path(folder)):
-        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures)
+        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures, ranks)
 
 
-def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[dict[str, Any]]:
+def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if resume:
         s, rows = read_metrics(folder)
@@ -187,7 +192,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[d
         prepare_folder(folder, s, overwrite=overwrite)
     with contextlib.nullcontext() if resume else _alone(folder):
         rows = _rows_before(folder, s, rows, start, base)
-        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base)
+        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks)
         if bench.model.export is not None:
             bench.model.export(folder / "adapter")
         if pictures:
@@ -232,16 +237,8 @@ def _rows_before(
     return rows
 
 
-def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base) -> None:
+def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks) -> None:
     """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration."""
-    settings = {
-        "group_size": s.group_size,
-        "steps": s.steps,
-        "seed": s.seed,
-        "prompts_per_iteration": s.prompts_per_iteration,
-        "micro_batch": s.micro_batch,
-        "rollout_chunk": s.rollout_chunk,
-    }
     # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
     held: dict[str, Params | None] = {"behaviour": behaviour}
 
@@ -251,17 +248,7 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
 
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    training = train(
-        bench.model,
-        algorithm,
-        bench.prompts,
-        bench.reward,
-        optimizer,
-        start=start,
-        behaviour=behaviour,
-        reference=initial,  # the adapter as it was seeded, also in a resumed run
-        **settings,
-    )
+    training = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
     )
@@ -283,15 +270,62 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             rows.append(json.loads(line))  # as a resumed run would read it
             file.write(line)
             file.flush()
-            if last or noted or (i + 1) % s.checkpoint_every == 0:
+            stopped = any(ranks.gathered(bool(noted)))  # all of them after the same iteration
+            if last or stopped or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])
             if bar is not None:
                 bar.set_postfix_str(_postfix(row, latest), refresh=False)
                 bar.update(1)
-            if noted and not last:
+            if stopped and not last:
                 raise Interrupted(f"stopped after iteration {i}; go on with: diffrl train --resume {folder}")
     if bar is not None:
         bar.close()
+
+
+def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) -> Iterator[dict[str, float]]:
+    return train(
+        bench.model,
+        algorithm,
+        bench.prompts,
+        bench.reward,
+        optimizer,
+        start=start,
+        behaviour=behaviour,
+        reference=initial,  # the adapter as it was seeded, also in a resumed run
+        group_size=s.group_size,
+        steps=s.steps,
+        seed=s.seed,
+        prompts_per_iteration=s.prompts_per_iteration,
+        micro_batch=s.micro_batch,
+        rollout_chunk=s.rollout_chunk,
+        ranks=ranks,
+    )
+
+
+def _follow(
+    folder: Path, s: Settings | None, resume: bool, iterations: int | None, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """The same iterations on a rank that writes nothing; returns no rows."""
+    if resume:
+        s, _ = read_metrics(folder)
+        s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
+    assert s is not None
+    torch.set_num_threads(s.threads)
+    bench, start, behaviour = build(s), 0, None
+    optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
+    initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
+    if resume and (folder / "checkpoint" / "checkpoint.json").exists():
+        checkpoint = load_checkpoint(folder / "checkpoint")
+        _same_run(checkpoint.settings, s)
+        start = checkpoint.iteration
+        behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
+    training = _training(s, bench, bench.algorithm, optimizer, start, behaviour, initial, ranks)
+    with _graceful_interrupt() as noted:
+        for i in range(start, s.iterations):
+            next(training)
+            if any(ranks.gathered(bool(noted))) and i < s.iterations - 1:
+                raise Interrupted(f"stopped after iteration {i}")
+    return []
 
 
 def _postfix(row: Mapping[str, Any], latest: float | None) -> str:

@@ -55,7 +55,8 @@ class Gridded(NamedTuple):
 
     times: (steps) -> " steps+1" is the model's own grid, so that a collect that needs another number of steps (a draft)
     can ask for it; steps: sampling steps of the run; shape: one sample's latent shape; iteration: of the training loop,
-    for a collect whose window moves (MixGRPO) and which stays a pure function of it.
+    for a collect whose window moves (MixGRPO) and which stays a pure function of it; first: the first seed of the iteration's
+    first prompt, from which a window is drawn that all prompts, and all ranks, share (None: the first one given).
     """
 
     velocity: Velocity
@@ -63,6 +64,7 @@ class Gridded(NamedTuple):
     steps: int
     shape: tuple[int, ...]
     iteration: int = 0
+    first: int | None = None
 
     def __call__(self, params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         return self.velocity(params, x_t, t, cond)

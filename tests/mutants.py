@@ -405,7 +405,7 @@ LOOP = [
         ("loop:no_clipping", "torch.inf if grad_clip is None else grad_clip)", "torch.inf)"),
         ("loop:gradients_pile_up", "        p.grad = None\n    n = len", "        pass\n    n = len"),
         ("loop:micro_batches_unweighted", "value = masked_mean(loss, keep) * (len(rows) / n)", "value = masked_mean(loss, keep)"),
-        ("loop:live_params_roll_out", "sampler._replace(iteration=i), behaviour, cond", "sampler._replace(iteration=i), model.params, cond"),
+        ("loop:live_params_roll_out", "collect(at_i, behaviour, cond", "collect(at_i, model.params, cond"),
         ("loop:same_seeds_every_iteration", "sample_seeds(plan.seed, i, chosen,", "sample_seeds(plan.seed, 0, chosen,"),
         ("loop:steps_on_nan", "    if not bool(torch.isfinite(norm)):\n", "    if False:\n"),
         ("loop:behaviour_counts_iterations", "(i + 1) * len(windows))", "i + 1)"),
@@ -507,7 +507,7 @@ BASELINES = [
         ("rollouts:noise_outside_the_window", "kernel if i in kept else outside", "outside if i in kept else kernel"),
         ("rollouts:noise_after_the_window", "kernel if i in kept else outside", "kernel if i >= kept[0] else outside"),
         ("rollouts:outside_is_euler", "kernel if i in kept else outside", "kernel if i in kept else euler_step"),
-        ("rollouts:window_of_the_last_seed", "int(seeds[0, 0]) % 2**63", "int(seeds[-1, -1]) % 2**63"),
+        ("rollouts:window_of_the_last_seed", "first = int(seeds[0, 0]) if", "first = int(seeds[-1, -1]) if"),
         ("rollouts:window_of_the_first_iteration", "velocity.iteration, steps=velocity.steps", "0, steps=velocity.steps"),
         ("rollouts:one_fresh_noise_for_all_steps", "stream=RENOISE_STREAM + i)", "stream=RENOISE_STREAM)"),
         ("rollouts:renoised_with_the_rollout_s_noise", "stream=RENOISE_STREAM + i)", "stream=i)"),
@@ -577,11 +577,8 @@ BASELINES = [
     *mutants_of(
         "loop.py",
         "test_loop.py",
-        ("loop:reference_follows_the_params", "return {name: reference[name].detach().clone() for name in params}", "return dict(reference)"),
-        ("loop:reference_of_the_resumed_params", "if reference is None and start > 0:", "if False:"),
-        ("loop:reference_of_another_model", "    require_same_keys(params=params, reference=reference)\n", ""),
         ("loop:reference_lost", "window_of(batch, credit, rows, plan.reference)", "window_of(batch, credit, rows)"),
-        ("loop:iteration_untold", "sampler._replace(iteration=i), behaviour", "sampler, behaviour"),
+        ("loop:iteration_untold", "sampler._replace(iteration=i, first=", "sampler._replace(first="),
         ("loop:micro_batches_of_any_size_alike", "append((float(number), len(rows)))", "append((float(number), 1))"),
         ("loop:silent_updates_count_as_zero", "_together(name, values, [1] * len(values))", "sum(values) / len(updates)"),
         ("loop:the_least_is_a_mean", "if name.endswith((\"/min\", \"/max\")):", "if False:"),
@@ -634,11 +631,8 @@ REVIEWED = [
     *mutants_of(
         "loop.py",
         "test_loop.py",
-        ("loop:rows_of_the_pool_train", "!= (b, len(tr.t)):", "== (-1, -1):"),
-        ("loop:cond_per_sample_is_fine", "    require_cond(batch.cond, g)\n", ""),
         ("loop:some_live_params_not_copied", "p.detach().clone() if behaviour[name] is p else behaviour[name]", "behaviour[name]"),
         ("loop:a_mean_of_roots", 'power = 2 if name.endswith("_rms") else 1', "power = 1"),
-        ("loop:behaviour_of_other_names", "require_same_keys(params=params, behaviour=behaviour)", "pass"),
     ),
     *mutants_of(
         "loop.py",
@@ -797,6 +791,39 @@ QUANT = [
     ),
 ]  # fmt: skip
 
+RANKS = [
+    *mutants_of(
+        "training_checks.py",
+        "test_loop.py",
+        ("loop:reference_follows_the_params", "return {name: reference[name].detach().clone() for name in params}", "return dict(reference)"),
+        ("loop:reference_of_the_resumed_params", "if reference is None and start > 0:", "if False:"),
+        ("loop:reference_of_another_model", "    require_same_keys(params=params, reference=reference)\n", ""),
+        ("loop:rows_of_the_pool_train", "!= (b, len(tr.t)):", "== (-1, -1):"),
+        ("loop:cond_per_sample_is_fine", "    require_cond(batch.cond, g)\n", ""),
+        ("loop:behaviour_of_other_names", "require_same_keys(params=params, behaviour=behaviour)", "pass"),
+    ),
+    *mutants_of(
+        "ranks.py",
+        "test_ranks.py",
+        ("ranks:shares_by_stride", "return rows[start : start + each + (rank < more)]", "return rows[rank::size]"),
+        ("ranks:gradients_not_added", "            dist.all_reduce(p.grad)\n", ""),
+        ("ranks:gradients_averaged", "            dist.all_reduce(p.grad)\n", "            dist.all_reduce(p.grad)\n            p.grad /= size\n"),
+        ("ranks:other_steps_accepted", "if a.shape != b.shape or not torch.equal(a, b.to(a)):", "if False:"),
+        ("ranks:rows_of_the_first_rank", "rewards=torch.cat([batch.rewards for batch in batches])", "rewards=torch.cat([first.rewards for _ in batches])"),
+        ("ranks:metrics_of_the_first", "metrics=metrics or None", "metrics=first.metrics"),
+        ("ranks:any_start", "if other != told:", "if False:"),
+        ("ranks:parts_lost", "parts=None if first.parts is None else", "parts=None if True else"),
+    ),
+    *mutants_of(
+        "loop.py",
+        "test_ranks.py",
+        ("loop:loss_of_one_rank", "return sum(total for total, _ in each), told", "return each[0][0], told"),
+        ("loop:metrics_of_one_rank", "for _, own in each:", "for _, own in each[:1]:"),
+        ("loop:prompts_dealt_unevenly", "if g % ranks.size:", "if False:"),
+        ("loop:window_of_each_rank", "first=int(sample_seeds(plan.seed, i, every[:1], 1))", "first=int(sample_seeds(plan.seed, i, chosen[:1], 1))"),
+    ),
+]  # fmt: skip
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -811,6 +838,7 @@ MUTANTS = [
     *BASELINES,
     *REVIEWED,
     *QUANT,
+    *RANKS,
 ]
 
 

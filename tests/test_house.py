@@ -20,7 +20,7 @@ TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 FLOORS = {
     **dict.fromkeys(("version", "types", "checks"), 0),
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
-    **dict.fromkeys(("directions", "conflicts", "diversity", "fp4"), 1),
+    **dict.fromkeys(("directions", "conflicts", "diversity", "fp4", "ranks"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
     **dict.fromkeys(
         (
@@ -36,7 +36,10 @@ FLOORS = {
         ),
         3,
     ),
-    **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
+    **dict.fromkeys(
+        ("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run", "training_checks"),
+        4,
+    ),
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
