@@ -5,7 +5,8 @@
 1. Rank agreement of NVFP4 and MXFP4 drafts (and of the unquantised policy) at 2, 4, 6, 8 steps with the policy's 8 steps, on
    the base model: pools of 96 seeds of ten prompts.
 2. ART and DiffusionNFT, groups of 24: of 24 seeds; of 96 ranked by the policy itself; of 96 ranked by an NVFP4 draft of 6
-   steps (Sol-RL); and naive FP4, which also trains on the draft's samples, velocities and rewards.
+   steps (Sol-RL); and two forms of naive FP4, which trains on the draft's samples and rewards: with the policy's velocities
+   at those states as v_old ("FP4 samples"), or with the draft's ("naive FP4").
 
 Cost is counted in model evaluations, one of the draft weighing 1/3.5 of one of the policy: the speed-up per step that
 Sol-RL's published 2.33x and 2.41x imply on a device with FP4 (2604.06916). This script emulates FP4, which is *slower*.
@@ -34,6 +35,7 @@ COST = {
     "24 of 24": 2 * KEEP * STEPS,
     "24 of 96": POOL * STEPS,  # its samples need not be rendered twice
     "Sol-RL": POOL * DRAFT_STEPS / SPEED + 2 * KEEP * STEPS,
+    "FP4 samples": POOL * STEPS / SPEED + 2 * KEEP * STEPS,  # v_old once more, by the policy
     "naive FP4": POOL * STEPS / SPEED,
 }
 """Policy evaluations per prompt and iteration."""
@@ -45,6 +47,20 @@ def policy_ranked(inner: Algorithm, model: Any) -> Algorithm:
 
 def draft_ranked(inner: Algorithm, model: Any) -> Algorithm:
     return sol_rl(inner, draft=merged_draft(model), pool=POOL, keep=KEEP, draft_steps=DRAFT_STEPS)
+
+
+def samples_of_the_draft(inner: Algorithm, model: Any) -> Algorithm:
+    """Trained on the draft's samples and rewards; v_old is the policy's at those states."""
+    drafted = naive(inner, model)
+
+    def collect(velocity, params, cond, seeds, score):
+        batch = drafted.collect(velocity, params, cond, seeds, score)
+        tr = batch.trajectory
+        own = {name: value.repeat_interleave(2 * KEEP, 0) for name, value in cond.items()}
+        v = [velocity(params, tr.x_t[:, j], t.expand(len(tr.x_0)), own) for j, t in enumerate(tr.t)]
+        return batch._replace(trajectory=tr._replace(v=torch.stack(v, dim=1)))
+
+    return drafted._replace(collect=collect)
 
 
 def naive(inner: Algorithm, model: Any) -> Algorithm:
@@ -63,7 +79,12 @@ def naive(inner: Algorithm, model: Any) -> Algorithm:
 
 def piece(kind: str, name: str) -> Any:
     inner = INNER[name][0]()
-    make = {"24 of 96": policy_ranked, "Sol-RL": draft_ranked, "naive FP4": naive}
+    make = {
+        "24 of 96": policy_ranked,
+        "Sol-RL": draft_ranked,
+        "FP4 samples": samples_of_the_draft,
+        "naive FP4": naive,
+    }
     return inner if kind == "24 of 24" else partial(make[kind], inner)
 
 
@@ -196,7 +217,7 @@ def main() -> None:
     draw(rows, found, options.quick)
     lines = []
     for name in dict.fromkeys(run.name for run in found):
-        cost = COST[name.split(", ")[1]]
+        cost: float = COST[name.split(", ")[1]]
         told = [common.plus_minus(common.finals(found, name, y)) for y in ("eval/exact_match", "eval/reward")]
         spearman = common.plus_minus(means(found, name, "draft/spearman")) if "Sol-RL" in name else ""
         lines.append([name, f"{cost:.0f}", f"{cost / COST['24 of 24']:.2f}", *told, spearman])

@@ -1,7 +1,9 @@
 """sol_rl around the algorithms of the library: with nothing to choose it is the algorithm itself, and the draft only chooses."""
 
 import math
+import sys
 import warnings
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -222,6 +224,23 @@ def test_the_loop_tells_what_was_measured():
     assert row["seconds/rollout"] >= row["seconds/draft"] + row["seconds/policy"] >= 0
 
 
+def test_seconds_of_a_stage_leave_out_its_scoring(monkeypatch):
+    class Slow:
+        seconds = 0.0
+
+        def __call__(self, x, rows):
+            self.seconds += 4.0
+            return score(x, rows)
+
+    ticks = iter(range(0, 1000, 10))
+    monkeypatch.setattr(sys.modules["diffrl.sol_rl"], "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    model = toy_model()
+    algorithm = sol_rl(art(), draft=the_policy(model), pool=16, keep=KEEP, audit_every=1, threshold=-1)
+    told = with_iteration(algorithm, model, 0, 16, Slow()).metrics
+    found = {name: told[f"seconds/{name}"] for name in ("requantise", "draft", "audit", "policy")}
+    assert found == {"requantise": 10, "draft": 6, "audit": 6, "policy": 6}
+
+
 # ---- extras: off by default -------------------------------------------------------------------------------------------
 
 
@@ -242,8 +261,10 @@ def test_more_draft_steps_after_a_bad_audit_up_to_the_most_and_anew_after_reset(
     algorithm.memory.reset()
     with pytest.warns(UserWarning, match="3 draft steps"):
         assert with_iteration(algorithm, model, 0, 16).metrics["draft/steps"] == 2
-    good = sol_rl(art(), draft=the_policy(model), **{**options, "draft_steps": 4})
-    assert [with_iteration(good, model, i, 16).metrics["draft/steps"] for i in range(3)] == [4, 4, 4]
+    good = sol_rl(art(), draft=the_policy(model), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [with_iteration(good, model, i, 16).metrics["draft/steps"] for i in range(3)] == [2, 2, 2]
 
 
 def test_a_budget_shrinks_the_pool_to_what_it_buys():
