@@ -1,5 +1,7 @@
 """Two processes are one process: gathered batches, shared windows, summed gradients, over a real gloo group."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import refuses
+from small import save_small_pipeline, small_settings, words
 from toys import adam, rows_of, start
 
 from diffrl.algorithms import art
 from diffrl.loop import train
 from diffrl.ranks import Ranks, alone, joined, require_same_start, share_of, torch_ranks
+from diffrl.run import read_metrics, run
 from diffrl.sampling import sample_seeds
+from diffrl.settings import Settings
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.types import Gridded
 
@@ -209,3 +214,51 @@ def test_control_unshared_gradients_would_be_seen():
 
     half: Ranks = alone._replace(share=lambda rows: rows if isinstance(rows, list) else share_of(rows, 0, 2))
     assert float((after(alone) - after(half)).abs().max()) > 1e-6
+
+
+# ---- diffrl train under torchrun --------------------------------------------------------------------------------------
+
+
+def torchrun(*words, cwd):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    return subprocess.run(
+        [*command, "-m", "diffrl.cli", "train", *words, "--no-pictures"],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment,
+        timeout=400,
+    )
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*groups have no spread")
+def test_a_command_on_two_ranks_is_the_command_on_one_and_goes_on(tmp_path):
+    pipe = save_small_pipeline(tmp_path / "small")
+    settings = small_settings(pipe, iterations=3)
+    whole = run(tmp_path / "one", Settings(**settings), pictures=False)
+    first = torchrun(*words(settings), "--output", str(tmp_path / "two"), "--iterations", "2", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert first.stdout.count("2 iterations") == 2  # the title and the summary, of one rank
+    again = torchrun("--resume", str(tmp_path / "two"), "--iterations", "3", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr[-3000:]
+    _, rows = read_metrics(tmp_path / "two")
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    for mine, other in zip(rows, whole, strict=True):
+        for name in ("reward/mean", "loss", "grad_norm", "masked_fraction"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+    assert (tmp_path / "two" / "adapter" / "pytorch_lora_weights.safetensors").is_file()
