@@ -761,7 +761,6 @@ QUANT = [
         "test_drafts.py",
         ("draft_may_be_other_params", "if name not in params or reference() is not params[name]:", "if False:"),
         ("draft_may_be_of_before_the_step", "if params[name]._version != version:", "if False:"),
-        ("draft_by_address", "(weakref.ref(p), p._version)", "((lambda at: lambda: next((q for q in params.values() if q.data_ptr() == at), None))(p.data_ptr()), p._version)"),
         ("draft_half_written_is_used", "        self._written = None  # where", "        # where"),
         ("draft_never_refreshed", "requantize_(self.module, self._refresh(params))", "self._refresh(params)"),
         ("draft_merges_unscaled", "scale=scale\n", "scale=1.0\n"),

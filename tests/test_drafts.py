@@ -109,6 +109,14 @@ def test_with_nothing_converted_the_draft_is_the_policy(name):
     torch.testing.assert_close(got, model.velocity(model.params, *at), rtol=1e-5, atol=1e-5)
 
 
+def test_a_draft_has_no_gradient_whatever_it_is_called_on():
+    model = made()
+    x_t, t, cond = point(model)
+    v = told(merged_draft(model), model.params, (x_t.requires_grad_(True), t, cond))
+    assert not v.requires_grad
+    assert model.velocity(model.params, x_t, t, cond).requires_grad
+
+
 def test_control_a_zero_adapter_is_not_this_policy():
     model = made()
     zero = {n: torch.zeros_like(p) for n, p in model.params.items()}
