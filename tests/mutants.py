@@ -761,7 +761,7 @@ QUANT = [
         ("sol_rl_steps_beyond_the_policys", "min(steps + 1, o.most_draft_steps, sampler.steps)", "min(steps + 1, o.most_draft_steps)"),
         ("sol_rl_warns_every_time", "if now.warned and more == steps:", "if False:"),
         ("sol_rl_an_inf_is_a_reward", "finite = rewards.where(torch.isfinite(rewards), torch.nan)", "finite = rewards"),
-        ("sol_rl_a_missing_reward_costs_a_prompt", "of_pairs = _agreement(\"draft\", chosen, rewards, 1)", "of_pairs = whole"),
+        ("sol_rl_a_missing_reward_costs_a_prompt", "**{name: of_pairs[name] for name in (\"draft/spearman\", \"draft/kendall\")},", ""),
     ),
     *mutants_of(
         "drafts.py",
