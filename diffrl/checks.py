@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 
+class NoReward(ValueError):
+    """A reward raised for every image of one call; of several calls, the caller decides."""
+
+
 def shapes(**tensors: Any) -> str:
     """`name (2, 3), other (2, 4)`: how every refusal prints what it was given.
 

@@ -13,7 +13,15 @@ from einops import rearrange
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from diffrl.checks import require_cond, require_count, require_number, require_same_shape, require_tensors, shapes
+from diffrl.checks import (
+    NoReward,
+    require_cond,
+    require_count,
+    require_number,
+    require_same_shape,
+    require_tensors,
+    shapes,
+)
 from diffrl.sampling import _checked_kernels, _checked_times, euler_step, rollout
 from diffrl.types import Cond, Params, Reward, Score, Step, Trajectory, Velocity
 
@@ -145,7 +153,7 @@ def affordable_pool(budget: float, *, draft: float, policy: float, keep: int, mo
     budget, policy = require_number("budget", budget, low=0), require_number("policy", policy, low=0)
     draft = require_number("draft", draft, low=0, open_low=True)
     spare = (budget - 2 * keep * policy) / draft
-    return max(2 * keep, min(most, math.floor(spare + 1e-9)))
+    return max(2 * keep, math.floor(min(most, spare + 1e-9)))
 
 
 class RewardCache:
@@ -178,7 +186,8 @@ class RewardCache:
         """Rewards " b" (float32), of which render(rows) gives those of the rows not known, in their order. ValueError: lengths
         that differ, a version of None, as many rewards as rows not returned."""
         numbers = [int(s) for s in seeds]
-        if isinstance(prompts, str) or len(prompts) != len(numbers) or version is None:
+        known = version is not None and isinstance(version, Hashable)
+        if isinstance(prompts, str) or len(prompts) != len(numbers) or not known:
             raise ValueError(
                 f"{len(prompts)} prompts, {len(numbers)} seeds, version {version!r}: one each, and a version"
             )
@@ -262,8 +271,11 @@ def two_stage_rollout(
     _checked_times(draft_times)
     _checked_kernels(step, len(_checked_times(times)) - 1)
     chunk = None if chunk is None else require_count("chunk", chunk)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) != g:
+    listed = isinstance(prompts, Sequence) and not isinstance(prompts, str) and all(isinstance(p, str) for p in prompts)
+    if not listed or len(prompts) != g:
         raise ValueError(f"prompts must be {g} strings, one per row of seeds {tuple(seeds.shape)}, got {prompts!r}")
+    if not callable(reward) or not callable(decode):
+        raise ValueError(f"reward and decode must be functions, got {reward!r} and {decode!r}")
 
     def score(x_0: Tensor, rows: Tensor) -> Any:
         return reward(decode(x_0), [prompts[i] for i in rows.tolist()])
@@ -301,15 +313,22 @@ def draft_rewards(
 def _rendered(velocity, params, cond, seeds, score, times, shape, chunk, **how):
     """(trajectory, rewards " c") of one chunk of samples after the other, prompt-major."""
     flat, n = seeds.flatten(), seeds.shape[1]
+    scored, failure = 0, None
     for start in range(0, len(flat), chunk or len(flat)):
         part = flat[start : start + (chunk or len(flat))]
         rows = torch.arange(start, start + len(part), device=flat.device) // n
         own = {name: value[rows.to(value.device)] for name, value in cond.items()}
         walked = rollout(velocity, params, own, times, seeds=part, shape=shape, **how)
-        rewards = score(walked.x_0, rows)
+        try:
+            rewards = score(walked.x_0.clone(), rows)  # decode or the reward may write into what they are given
+            scored += 1
+        except NoReward as error:  # a chunk without a reward is no run without one
+            rewards, failure = torch.full((len(part),), math.nan), error
         if not isinstance(rewards, Tensor) or not rewards.is_floating_point() or tuple(rewards.shape) != (len(part),):
             raise ValueError(f"the reward must return ({len(part)},) floats, one per sample, got {shapes(r=rewards)}")
         yield walked, rewards
+    if failure is not None and not scored:
+        raise failure
 
 
 def _joined(parts: list[Trajectory]) -> Trajectory:

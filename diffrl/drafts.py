@@ -25,8 +25,9 @@ class Draft:
     """draft(params) writes these params into the four-bit copy, in place, and returns (velocity, params).
 
     The velocity takes the params that were written and refuses any others, and the same tensors once an optimizer step has
-    changed them: a stale draft is an error, never a result. (Writes through `tensor.data` leave no trace and are not seen.)
-    Storage is kept from call to call, so compiled code stays valid. No gradient.
+    changed them: a stale draft is an error. Seen are other tensors, torch's count of in-place writes, and, as fused optimizers
+    and `tensor.data` are not counted, the values of some 1000 numbers of each tensor. Base weights are those of the model when
+    the draft was made. Storage is kept from call to call, so compiled code stays valid. No gradient; not to be copied.
 
     report: the ConversionReport. module: the converted copy. share: numbers in converted layers / numbers in the module.
     """
@@ -35,14 +36,25 @@ class Draft:
         self.module, self.report = module, report
         self._velocity, self._own, self._refresh = velocity, own, refresh
         self._written: dict[str, tuple[Any, int]] | None = None
-        converted = sum(p.numel() for n in report.converted for p in module.get_submodule(n).parameters(recurse=False))
-        self.share = converted / max(sum(p.numel() for p in module.parameters()), 1)
+        self._values = torch.zeros(0)
+        layers = [module.get_submodule(name) for name in report.converted]
+        converted = {id(p): p.numel() for layer in layers for p in layer.parameters(recurse=False)}
+        self.share = sum(converted.values()) / max(sum(p.numel() for p in module.parameters()), 1)
 
     def __call__(self, params: Params) -> tuple[Velocity, Params]:
         self._written = None  # where refreshing fails, nothing half-written is used
+        if not isinstance(params, Mapping) or any(not isinstance(p, Tensor) for p in params.values()):
+            raise ValueError(f"a draft is made of params by name, got {params!r:.200}")
         requantize_(self.module, self._refresh(params))
-        self._written = {name: (weakref.ref(p), p._version) for name, p in params.items()}
+        self._written = {name: (weakref.ref(p), _writes(p)) for name, p in params.items()}
+        self._values = _some_values(params)
         return self.velocity, params
+
+    def __copy__(self) -> "Draft":
+        raise TypeError("a draft is not copied, as its copy would write one module and run another: make a second one")
+
+    def __deepcopy__(self, memory: Any) -> "Draft":
+        return self.__copy__()
 
     def velocity(self, params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """The draft's v " b *d" float32 at the params it was last given. ValueError: other ones, or changed since."""
@@ -52,8 +64,10 @@ class Draft:
             reference, version = self._written.get(name, (lambda: None, 0))
             if name not in params or reference() is not params[name]:
                 raise ValueError(f"stale draft: {name!r} is not the tensor it was written from; call draft(params)")
-            if params[name]._version != version:
+            if _writes(params[name]) != version:
                 raise ValueError(f"stale draft: {name!r} was changed in place since it was written; call draft(params)")
+        if not torch.equal(_some_values(params), self._values):
+            raise ValueError("stale draft: params were changed in place since they were written; call draft(params)")
         with torch.no_grad():
             return self._velocity(self._own, x_t, t, cond)
 
@@ -73,7 +87,7 @@ def merged_draft(
     """
     module = _module_of(model)
     layers = _adapted(module, model.params)
-    _require_merged(model.params, layers)
+    _require_merged(module, model.params, layers)
     copied, report = convert_linears(module, quantize=quantize, skip=skip, min_dim=min_dim)
     for name in layers:
         parent, _, own = name.rpartition(".")
@@ -87,6 +101,8 @@ def merged_draft(
 
     def refresh(params: Params) -> Mapping[str, Tensor]:
         _require_names(params, model.params)
+        layers = _adapted(module, model.params)
+        _require_merged(module, model.params, layers)  # again: an adapter may have been fused or scaled since
         written = {name: value for name, value in params.items() if name not in adapters}
         for name, (weight, scale, adapter) in layers.items():
             a, b = (params[f"{name}.lora_{ab}.{adapter}.weight"].detach() for ab in "AB")
@@ -125,6 +141,20 @@ def adapter_draft(
 # ---- parts ------------------------------------------------------------------------------------------------------------
 
 
+SOME = 1024
+
+
+def _writes(p: Tensor) -> int:
+    """torch's count of in-place writes; tensors made in inference mode have none."""
+    return 0 if p.is_inference() else p._version
+
+
+def _some_values(params: Params) -> Tensor:
+    """The bits of up to about a thousand numbers of every tensor, evenly spaced, on the CPU."""
+    picked = [p.detach().flatten()[:: max(1, p.numel() // SOME)].double() for p in params.values()]
+    return torch.cat(picked).view(torch.int64).cpu() if picked else torch.zeros(0, dtype=torch.int64)
+
+
 def _module_of(model: Any) -> nn.Module:
     module = getattr(model, "module", None)
     if module is None or getattr(model, "rebind", None) is None:
@@ -143,8 +173,14 @@ def _adapted(module: nn.Module, params: Params) -> dict[str, tuple[Tensor, float
     return found
 
 
-def _require_merged(params: Params, layers: Mapping[str, tuple[Tensor, float, str]]) -> None:
-    """ValueError where a trained factor would not reach the draft, or a base layer is no plain matrix."""
+def _require_merged(module: nn.Module, params: Params, layers: Mapping[str, tuple[Tensor, float, str]]) -> None:
+    """ValueError where a trained factor would not reach the draft, a base layer is no plain matrix, or the module itself
+    computes with other adapters than the trained one."""
+    for name, (_, _, adapter) in layers.items():
+        layer: Any = module.get_submodule(name)
+        if layer.merged or layer.disable_adapters or list(layer.active_adapters) != [adapter]:
+            state = f"active {list(layer.active_adapters)}, fused {layer.merged_adapters}, disabled {layer.disable_adapters}"
+            raise ValueError(f"{name!r} does not compute with its adapter {adapter!r} alone: {state}")
     merged = {f"{name}.lora_{ab}.{layer[2]}.weight" for name, layer in layers.items() for ab in "AB"}
     odd = [n for n in params if any(part.startswith("lora_") for part in n.split(".")) and n not in merged]
     if odd or any(weight.ndim != 2 for weight, _, _ in layers.values()):

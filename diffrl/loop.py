@@ -331,9 +331,13 @@ def diagnose(
     seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
     saved = {name: p.detach().clone() for name, p in model.params.items()}
 
-    def collect() -> tuple[Batch, Mapping[str, Tensor]]:
+    def collect(chosen: Tensor | None = None) -> tuple[Batch, Mapping[str, Tensor]]:
+        """chosen: the seeds that an algorithm which draws more than it keeps has kept, to be rendered again as they are."""
+        if algorithm.memory is not None:
+            algorithm.memory.reset()
+        by = algorithm.collect if chosen is None else algorithm.collect.of_chosen  # type: ignore[attr-defined]
         with torch.no_grad():
-            batch = algorithm.collect(sampler, model.params, cond, seeds, score)
+            batch = by(sampler, model.params, cond, seeds if chosen is None else chosen, score)
             return batch, algorithm.credit(batch)
 
     try:
@@ -345,7 +349,8 @@ def diagnose(
         checks.extend(_gradients(model, algorithm, window, tolerance))
         for _ in range(iterations):
             next(training)
-        after, _ = collect()
+        kept = batch.trajectory.seeds if hasattr(algorithm.collect, "of_chosen") else None
+        after, _ = collect(None if kept is None else kept.reshape(batch.rewards.shape))
         checks.append(_right_way(batch, credit, after, iterations))
     finally:
         if algorithm.memory is not None:

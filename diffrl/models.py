@@ -170,9 +170,6 @@ def _rebind(
     return model
 
 
-# velocity
-
-
 def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
     """The velocity of `module`, guided where the model is; which of the two ways is decided by identity, see `Model`."""
     family = setup.family
@@ -449,8 +446,10 @@ def _require_trainable(module: Any, adapter: str, loaded: Sequence[str]) -> None
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
             continue
-        if adapter in layer.merged_adapters:
-            raise ValueError(f"adapter {adapter!r} is fused into {name}: unfuse it, or it gets no gradient")
+        if layer.merged_adapters:  # a layer with any fused adapter skips them all
+            raise ValueError(
+                f"{layer.merged_adapters} are fused into {name}: unfuse them, or {adapter!r} learns nothing"
+            )
         rank = layer.r[adapter]
         plain = layer.lora_alpha[adapter] / (math.sqrt(rank) if layer.use_rslora.get(adapter) else rank)
         if not math.isclose(layer.scaling[adapter], plain):

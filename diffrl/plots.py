@@ -35,7 +35,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _style(axis: Any, title: str, xlabel: str) -> None:
-    axis.set_title(title, fontsize=10, color=INK, loc="left")
+    axis.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)  # a prompt may hold dollars
     axis.set_xlabel(xlabel, fontsize=9)
     axis.grid(True, alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
@@ -86,7 +86,7 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     lines = [*right.get_lines(), *twin.get_lines()]
     right.legend(lines, [line.get_label() for line in lines], fontsize=8, frameon=False)
     if title:
-        figure.suptitle(title, fontsize=11, color=INK)
+        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
     figure.savefig(path)
     return Path(path)
 
@@ -163,12 +163,12 @@ def _two_rows(
             axis.set_yticks([])
             axis.spines[:].set_color("#cccccc")
             colour = INK if judged is None else GREEN if judged[j] else ORANGE
-            axis.set_xlabel(words[j], fontsize=7.5, color=colour)
+            axis.set_xlabel(words[j], fontsize=7.5, color=colour, parse_math=False)
             if shown is first:
-                axis.set_title(titles[j], fontsize=8.5, color=INK)
+                axis.set_title(titles[j], fontsize=8.5, color=INK, parse_math=False)
         line[0].set_ylabel(name, fontsize=9, color=INK)
     if title:
-        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left")
+        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
     figure.savefig(path)
     return Path(path)
 
@@ -186,7 +186,7 @@ def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: 
         if j < len(images):
             axis.imshow(images[j].numpy(), interpolation="nearest" if h < 128 else None)
             if captions is not None:
-                axis.set_title(captions[j], fontsize=6)
+                axis.set_title(captions[j], fontsize=6, parse_math=False)
     figure.savefig(path)
     return Path(path)
 

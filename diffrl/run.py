@@ -34,7 +34,7 @@ from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, tr
 from diffrl.plots import require_matplotlib
 from diffrl.ranks import Ranks, alone
 from diffrl.sampling import rollout, sample_seeds
-from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate, make_draft
+from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
 from diffrl.types import Params
 from diffrl.version import __version__
 from diffrl.windows import Score, encode, score_images
@@ -369,7 +369,7 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     seeds = sample_seeds(HELD_OUT_SEED, 1, range(len(prompts)), n).to(next(iter(bench.model.params.values())).device)
     cond, score = encode(bench.model, prompts), Score(bench.model.decode, bench.reward, prompts)
     policy = (bench.model.velocity, bench.model.params)
-    sides = {"draft": (make_draft(s, bench.model)(bench.model.params), s.draft_steps), "policy": (policy, s.steps)}
+    sides = {"draft": (bench.draft(bench.model.params), s.draft_steps), "policy": (policy, s.steps)}
     shape, found = bench.model.latent_shape(), {}
     for name, ((velocity, params), steps) in sides.items():
         how: dict[str, Any] = {"times": bench.model.times(steps), "shape": shape, "chunk": s.rollout_chunk or 128}

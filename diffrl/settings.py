@@ -184,12 +184,12 @@ def make_draft(s: Settings, model: Any) -> Any:
     return draft
 
 
-def drafted(algorithm: Algorithm, s: Settings, model: Any) -> Algorithm:
-    """The algorithm inside `sol_rl` where the settings ask for a draft of this model, else itself."""
+def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
+    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself."""
     if s.draft == "none":
         return algorithm
     options: dict[str, Any] = {"draft_steps": s.draft_steps, "audit_every": s.audit_every, "chunk": s.rollout_chunk}
-    return algorithms.sol_rl(algorithm, draft=make_draft(s, model), pool=s.pool, keep=s.group_size // 2, **options)
+    return algorithms.sol_rl(algorithm, draft=draft, pool=s.pool, keep=s.group_size // 2, **options)
 
 
 def make_algorithm(s: Settings) -> Algorithm:
@@ -222,7 +222,7 @@ def rehearse(algorithm: Algorithm, s: Settings) -> None:
     model = toy_task.toy_model()
     optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
     prompts, reward = toy_task.PROMPTS, toy_task.toward_compass
-    algorithm = drafted(algorithm, replace(s, audit_every=None), model)
+    algorithm = drafted(algorithm, replace(s, audit_every=None), make_draft(s, model))
     next(train(model, algorithm, prompts, reward, optimizer, group_size=s.group_size, steps=s.steps, seed=0))
 
 
@@ -276,6 +276,7 @@ class Bench(NamedTuple):
     reward: Judge
     held_out: Reward | None
     algorithm: Algorithm
+    draft: Any = None
 
 
 def build(s: Settings) -> Bench:
@@ -291,7 +292,8 @@ def build(s: Settings) -> Bench:
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
     model = from_pipeline(pipe, lora={"r": s.lora_rank, "lora_alpha": s.lora_alpha}, **options)
-    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, model))
+    draft = make_draft(s, model)
+    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft)
 
 
 def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:

@@ -78,8 +78,10 @@ def sol_rl(
     o = _checked(algorithm, o)
     now = _Now(algorithm.memory, o.pool, o.draft_steps)
     remembers = most_draft_steps is not None or budget is not None
+    collect: Any = partial(_collect, algorithm.collect, o, now)
+    collect.of_chosen = algorithm.collect  # the samples of given seeds, without choosing: what `diagnose` compares
     return algorithm._replace(
-        collect=partial(_collect, algorithm.collect, o, now),
+        collect=collect,
         pool=o.pool,
         kept=2 * o.keep,
         memory=now if remembers else algorithm.memory,
@@ -151,7 +153,7 @@ def _collect(
         o.audit_every is not None and sampler.iteration % o.audit_every == 0
     ):  # before stage 2: `score` remembers its last
         told = _audit(sampler, params, cond, seeds, score, proxy, o)
-        now.steps = _answered(told["audit/spearman"], o, steps, sampler.iteration)
+        now.steps = _answered(told["audit/spearman"], o, now, steps, sampler)
         clock.lap("seconds/audit")
     columns = select_contrastive(proxy, keep=o.keep).to(seeds.device)
     chosen = seeds.gather(1, columns)
@@ -215,10 +217,17 @@ def _agreement(prefix: str, proxy: Tensor, true: Tensor, keep: int) -> dict[str,
 
 def _measured(proxy: Tensor, columns: Tensor, rewards: Tensor, keep: int) -> dict[str, float]:
     """What stages 1 and 2 say of each other without a further sample."""
-    gap = rewards[:, :keep].nanmean(1) - rewards[:, keep:].nanmean(1)
+    finite = rewards.where(torch.isfinite(rewards), torch.nan)
+    gap = finite[:, :keep].nanmean(1) - finite[:, keep:].nanmean(1)
     known = gap[torch.isfinite(gap)]
+    chosen = proxy.gather(1, columns.to(proxy.device))
+    whole = _agreement("draft", chosen, rewards, keep)
+    of_pairs = _agreement(
+        "draft", chosen, rewards, 1
+    )  # correlations need no full halves: a missing reward costs a pair
     return {
-        **_agreement("draft", proxy.gather(1, columns.to(proxy.device)), rewards, keep),
+        **whole,
+        **{name: of_pairs[name] for name in ("draft/spearman", "draft/kendall")},
         "draft/gap": float(known.mean()),
         "draft/reversed": float((known <= 0).double().mean()),
         "draft/missing": 1 - float(torch.isfinite(proxy).double().mean()),
@@ -246,9 +255,11 @@ class _Now:
     def __init__(self, inner: Any, pool: int, steps: int):
         self.inner, self.first = inner, (pool, steps)
         self.pool, self.steps = self.first
+        self.warned = False
 
     def reset(self) -> None:
         self.pool, self.steps = self.first
+        self.warned = False
         if self.inner is not None:
             self.inner.reset()
 
@@ -257,12 +268,16 @@ class _Now:
             self.inner.advance()
 
 
-def _answered(spearman: float, o: _Options, steps: int, i: int) -> int:
-    """The draft steps from here on; a warning where the draft's ranking cannot be trusted (nan: it could not be told)."""
+def _answered(spearman: float, o: _Options, now: _Now, steps: int, sampler: Gridded) -> int:
+    """The draft steps from here on; a warning where the draft's ranking cannot be trusted (nan: it could not be told), once
+    and whenever it is answered."""
     if not spearman < o.threshold:
         return steps
-    more = steps if o.most_draft_steps is None else min(steps + 1, o.most_draft_steps)
-    answer = f"{more} draft steps from now on" if more > steps else "more draft steps may help"
+    more = steps if o.most_draft_steps is None else max(steps, min(steps + 1, o.most_draft_steps, sampler.steps))
+    if now.warned and more == steps:
+        return steps
+    now.warned, i = True, sampler.iteration
+    answer = f"{more} draft steps from now on" if more > steps else "more draft steps may help; see audit/spearman"
     warnings.warn(
         f"iteration {i}: the draft ranks as the policy does only to {spearman:.3f} (Spearman, threshold {o.threshold:g}); "
         f"{answer}",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffrl.checks import require_cond
+from diffrl.checks import NoReward, require_cond
 from diffrl.guidance import dead_groups
 from diffrl.types import Batch, Cond, Params, Reward, Trajectory, Window
 
@@ -130,7 +130,7 @@ def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tens
             values.append(float("nan"))
             failed += 1
     if failed == len(prompts):
-        raise ValueError(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
+        raise NoReward(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
     return torch.tensor(values)
 
 

@@ -24,6 +24,7 @@ from diffrl.contrast import (
 )
 from diffrl.sampling import flow_sde_step, rollout, sample_seeds, time_grid
 from diffrl.types import Trajectory
+from diffrl.windows import score_images
 
 NAN, INF = math.nan, math.inf
 
@@ -387,6 +388,37 @@ def test_what_is_wrong_is_refused_before_the_first_sample(changed, said):
         staged(never, **{"velocity": never, **changed})
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 2, 7])
+def test_an_image_the_reward_fails_for_is_a_missing_one_in_any_chunk(chunk):
+    how = {"times": TIMES, "shape": SHAPE, "chunk": chunk}
+    plain = draft_rewards(velocity, PARAMS, COND, SEEDS, lambda x, rows: x.sum((1, 2)), **how)
+    limit = float(plain.median())
+
+    def fails(images, prompts):
+        if bool((images.sum((1, 2)) > limit).any()):
+            raise RuntimeError("engine died")
+        return images.sum((1, 2))
+
+    def never(images, prompts):
+        raise RuntimeError("engine died")
+
+    def scored(reward):
+        return lambda x, rows: score_images(reward, x, ["p"] * len(x))
+
+    found = draft_rewards(velocity, PARAMS, COND, SEEDS, scored(fails), **how)
+    assert torch.equal(torch.isnan(found), plain > limit)
+    assert torch.equal(found[plain <= limit], plain[plain <= limit])
+    with refuses("raised for all", "engine died"):
+        draft_rewards(velocity, PARAMS, COND, SEEDS, scored(never), **how)
+
+
+def test_decode_and_reward_may_write_into_what_they_are_given():
+    wrote = staged(reward=lambda images, prompts: reward(images, prompts).clone() + 0 * images.mul_(0).sum())
+    assert torch.equal(wrote.trajectory.x_0, staged().trajectory.x_0)
+    clamped = staged(decode=lambda x: x.clamp_(-0.1, 0.1))
+    assert float(clamped.trajectory.x_0.abs().max()) > 0.1
+
+
 def test_a_reward_of_another_shape_is_refused():
     for bad in (lambda x, p: x, lambda x, p: torch.zeros(len(p), dtype=torch.int64), lambda x, p: [0.0] * len(p)):
         with refuses("reward", "(30,)"):
@@ -415,6 +447,7 @@ def test_bad_budgets_are_refused():
     for name, value in {"draft": 0, "policy": -1, "keep": 0, "most": 3}.items():
         with refuses(name, value):
             affordable_pool(1.0, **{**good, name: value})
+    assert affordable_pool(1e308, draft=1e-300, policy=0, keep=1, most=96) == 96
     with refuses("budget", "nan"):
         affordable_pool(math.nan, **good)
 
@@ -458,7 +491,7 @@ def test_bad_calls_of_the_cache_are_refused():
     cache = RewardCache(capacity=2)
     with refuses("capacity", 0):
         RewardCache(capacity=0)
-    for prompts, numbers, version in ((["a"], [0, 1], 0), ("a", [0], 0), (["a"], [0], None)):
+    for prompts, numbers, version in ((["a"], [0, 1], 0), ("a", [0], 0), (["a"], [0], None), (["a"], [0], [1])):
         with refuses("version", repr(version)):
             cache(prompts, numbers, version=version, render=tenfold([]))
     with refuses("render is None", "'a'"):

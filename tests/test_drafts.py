@@ -109,6 +109,14 @@ def test_with_nothing_converted_the_draft_is_the_policy(name):
     torch.testing.assert_close(got, model.velocity(model.params, *at), rtol=1e-5, atol=1e-5)
 
 
+def test_a_draft_has_no_gradient_whatever_it_is_called_on():
+    model = made()
+    x_t, t, cond = point(model)
+    v = told(merged_draft(model), model.params, (x_t.requires_grad_(True), t, cond))
+    assert not v.requires_grad
+    assert model.velocity(model.params, x_t, t, cond).requires_grad
+
+
 def test_control_a_zero_adapter_is_not_this_policy():
     model = made()
     zero = {n: torch.zeros_like(p) for n, p in model.params.items()}
@@ -199,6 +207,68 @@ def test_a_stale_draft_is_refused(name):
         draft({n: p for n, p in own.items() if n != bad})
     with refuses("never given params"):
         velocity(own, *at)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_writes_that_torch_does_not_count_are_seen(name):
+    model = made()
+    draft, at = MAKERS[name](model), point(model)
+    optimizer = torch.optim.AdamW(list(model.params.values()), lr=1e-6, fused=True)
+    for write in (lambda: next(iter(model.params.values())).data.mul_(1.001), optimizer.step):
+        velocity, own = draft(model.params)
+        velocity(own, *at)
+        model.velocity(model.params, *at).square().mean().backward()
+        write()
+        with refuses("stale draft"):
+            velocity(own, *at)
+
+
+def test_params_of_inference_mode_are_taken():
+    model = made()
+    with torch.inference_mode():
+        params = {n: p.clone() for n, p in model.params.items()}
+    velocity, own = merged_draft(model)(params)
+    velocity(own, *point(model))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_draft_is_not_copied(name):
+    draft = MAKERS[name](made())
+    for how in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="make a second one"):
+            how(draft)
+
+
+def test_an_adapter_that_is_not_what_the_module_computes_with_is_refused():
+    model = made()
+    draft = merged_draft(model, min_dim=10**6)
+    at, other = point(model), {"r": 2, "lora_alpha": 2, "target_modules": ["to_q"], "init_lora_weights": False}
+    from peft import LoraConfig
+
+    model.module.disable_adapters()
+    with refuses("'default' alone", "disabled True"):
+        draft(model.params)
+    model.module.enable_adapters()
+    model.module.add_adapter(LoraConfig(**other), "second")
+    with refuses("'default' alone", "['second']"):
+        draft(model.params)
+    model.module.set_adapter("default")
+    model.module.fuse_lora(adapter_names=["default"])
+    with refuses("'default' alone", "fused ['default']"):
+        draft(model.params)
+    model.module.unfuse_lora()
+    for layer in model.module.modules():
+        if hasattr(layer, "scale_layer"):
+            layer.scale_layer(0.5)  # read anew at every refresh
+    got = told(draft, model.params, at)
+    torch.testing.assert_close(got, model.velocity(model.params, *at), rtol=1e-4, atol=1e-4)
+
+
+def test_params_that_are_none_are_refused():
+    draft = merged_draft(made())
+    for params in (None, 5, {"a": 1.0}):
+        with refuses("params by name", params):
+            draft(params)
 
 
 def test_a_tensor_that_is_gone_is_not_mistaken_for_a_new_one():

@@ -274,3 +274,12 @@ def test_a_scatter_of_nothing_or_of_other_shapes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="shape"):
         save_rank_scatter(tmp_path / "p.png", torch.zeros(2, 8), torch.zeros(2, 7), keep=2)
     assert not list(tmp_path.iterdir())
+
+
+def test_prompts_with_dollars_are_no_mathematics(tmp_path):
+    image, odd = pictures(RED, RED), "costs $5 and $\\frac{"
+    paired(tmp_path / "p.png", image, image, titles=(odd, odd))
+    save_rank_scatter(tmp_path / "s.png", torch.randn(1, 8), torch.randn(1, 8), keep=2, titles=[odd])
+    save_grid(tmp_path / "g.png", image, captions=[odd, odd])
+    save_curve(tmp_path / "c.png", rows(), title=odd)
+    compared(tmp_path / "b.png", image, image, titles=[odd, odd])

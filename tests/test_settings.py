@@ -131,7 +131,7 @@ def test_control_every_draft_is_accepted_and_rehearsed(draft):
     s = Settings(draft=draft, pool=20, draft_steps=4, audit_every=3)
     check_settings(s)
     rehearse(make_algorithm(s), s)
-    algorithm = drafted(make_algorithm(s), s, toy_model())
+    algorithm = drafted(make_algorithm(s), s, make_draft(s, toy_model()))
     assert (algorithm.pool, algorithm.kept) == (20, 16)
     velocity, params = make_draft(s, toy_model())({"mean": 1})
     assert callable(velocity)
@@ -140,7 +140,7 @@ def test_control_every_draft_is_accepted_and_rehearsed(draft):
 
 def test_without_a_draft_the_algorithm_is_itself():
     algorithm = make_algorithm(Settings())
-    assert drafted(algorithm, Settings(), toy_model()) is algorithm
+    assert drafted(algorithm, Settings(), None) is algorithm
 
 
 def test_an_algorithm_whose_samples_share_their_noise_is_refused_before_anything_is_loaded():

@@ -216,6 +216,53 @@ def test_measuring_changes_nothing_that_is_learned():
     assert torch.equal(a.trajectory.x_t, b.trajectory.x_t)
 
 
+def hit(x, prompts):
+    return (toward_compass(x, prompts) > -1.2).float()
+
+
+@pytest.mark.parametrize("extra", [{}, {"budget": 1e-9}, {"audit_every": 1, "most_draft_steps": 9, "threshold": 1.0}])
+def test_the_doctor_compares_the_same_seeds(extra):
+    model = toy_model()
+    wrap = lambda algorithm: sol_rl(algorithm, draft=the_policy(model), pool=48, keep=4, draft_steps=5, **extra)  # noqa: E731
+    options = {"group_size": 8, "steps": 5, "learning_rate": 0.05, "iterations": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = diagnose(model, wrap(nft()), list(PROMPTS), hit, **options)
+    checks = {check.name: check for check in report.checks}
+    assert checks["same seeds, same images"].passed
+    assert checks["the reward goes up"].passed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_control_the_doctor_sees_a_set_up_that_learns_backwards():
+    model, inner = toy_model(), nft()
+
+    def backwards_credit(batch):
+        return {n: 1 - v if v.is_floating_point() else v for n, v in inner.credit(batch).items()}
+
+    wrong = sol_rl(inner._replace(credit=backwards_credit), draft=the_policy(model), pool=96, keep=4, draft_steps=5)
+    report = diagnose(model, wrong, list(PROMPTS), hit, group_size=8, steps=5, learning_rate=0.1, iterations=8)
+    assert report.checks[-1].name == "the reward goes up"
+    assert not report.checks[-1].passed
+
+
+def test_missing_and_infinite_rewards_of_the_policy_cost_pairs_not_prompts():
+    model = toy_model()
+
+    def patchy(x, rows):
+        values = score(x, rows)
+        if len(x) == 4 * 2 * KEEP:
+            values[0], values[7] = torch.nan, torch.inf
+        return values
+
+    algorithm = sol_rl(art(), draft=the_policy(model), pool=16, keep=KEEP, draft_steps=STEPS)
+    told = with_iteration(algorithm, model, 0, 16, patchy).metrics
+    assert told["draft/spearman"] == pytest.approx(1.0)
+    whole = with_iteration(algorithm, model, 0, 16).metrics
+    assert math.isfinite(told["draft/gap"])
+    assert told["draft/gap"] == pytest.approx(whole["draft/gap"], rel=0.5)
+
+
 def test_the_loop_tells_what_was_measured():
     model = toy_model()
     algorithm = sol_rl(art(), draft=the_policy(model), pool=16, keep=4, draft_steps=3)
@@ -254,10 +301,15 @@ def test_more_draft_steps_after_a_bad_audit_up_to_the_most_and_anew_after_reset(
             warnings.simplefilter("always")
             steps.append(with_iteration(algorithm, model, i, 16).metrics["draft/steps"])
         said = [str(w.message) for w in caught]
-        assert len(said) == (i % 2 == 0)
+        assert len(said) == (i in (0, 2))  # once, and whenever it is answered
         if i == 0:
             assert "3 draft steps from now on" in said[0]
     assert steps == [2, 3, 3, 4, 4, 4, 4, 4]
+    never_more = sol_rl(art(), draft=backwards(model), **{**options, "most_draft_steps": 9, "audit_every": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps = [with_iteration(never_more, model, i, 16).metrics["draft/steps"] for i in range(6)]
+    assert steps == [2, 3, 4, 5, 5, 5]  # not beyond the policy's own
     algorithm.memory.reset()
     with pytest.warns(UserWarning, match="3 draft steps"):
         assert with_iteration(algorithm, model, 0, 16).metrics["draft/steps"] == 2
