@@ -42,6 +42,8 @@ from diffrl.training_checks import (
     check_behaviour,
     check_credit,
     check_optimizer,
+    check_reward,
+    checked_groups,
     checked_prompts,
     checked_reference,
 )
@@ -107,25 +109,18 @@ def train(
     than the model's, a group_size smaller than the algorithm's updates or larger than its pool.
     """
     prompts = checked_prompts(prompts, images)
-    group_size = require_count("group_size", group_size, low=2)
-    steps, start = require_count("steps", steps), require_count("start", start, low=0)
-    seed = require_count("seed", seed, low=0)
-    grad_clip = (
-        None if grad_clip is None else require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
-    )
-    g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
-    if g > len(prompts):
-        raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
+    group_size, steps = require_count("group_size", group_size, low=2), require_count("steps", steps)
+    start, seed = require_count("start", start, low=0), require_count("seed", seed, low=0)
+    if grad_clip is not None:
+        grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
+    g = checked_groups(prompts_per_iteration, len(prompts), ranks.size)
     check_algorithm(algorithm, group_size)
     for name, size in (("micro_batch", micro_batch), ("rollout_chunk", rollout_chunk)):
         if size is not None:
             require_count(name, size)
     check_optimizer(optimizer, model.params)
-    if g % ranks.size:
-        raise ValueError(f"{g} prompts per iteration cannot be dealt evenly to {ranks.size} ranks: groups stay whole")
     require_same_start(ranks, model.params)
-    if not callable(reward):
-        raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
+    check_reward(reward)
     reference = checked_reference(algorithm, reference, model.params, start)
     check_behaviour(algorithm, behaviour, model.params, start)
     if algorithm.memory is not None:

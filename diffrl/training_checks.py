@@ -14,7 +14,7 @@ from diffrl.types import Algorithm, Batch, Params
 
 def checked_reference(algorithm: Algorithm, reference: Params | None, params: Params, start: int) -> Params | None:
     """A copy of the reference where the algorithm needs one, which later updates must not touch; of the live params where
-    training begins."""
+    training begins. ValueError: none where training goes on, no params by name, other names or shapes."""
     if not algorithm.needs_reference and reference is None:
         return None
     if reference is None and start > 0:
@@ -28,7 +28,25 @@ def checked_reference(algorithm: Algorithm, reference: Params | None, params: Pa
     return {name: reference[name].detach().clone() for name in params}
 
 
+def checked_groups(per_iteration: int | None, prompts: int, ranks: int) -> int:
+    """Groups per iteration, g: `per_iteration`, or all prompts. ValueError: no count, more than there are, or not a multiple
+    of the number of ranks, as a group stays with one."""
+    g = prompts if per_iteration is None else require_count("prompts_per_iteration", per_iteration)
+    if g > prompts:
+        raise ValueError(f"prompts_per_iteration={g} of only {prompts} prompts")
+    if g % ranks:
+        raise ValueError(f"{g} prompts per iteration cannot be dealt evenly to {ranks} ranks: groups stay whole")
+    return g
+
+
+def check_reward(reward: Any) -> None:
+    """ValueError unless the reward can be called."""
+    if not callable(reward):
+        raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
+
+
 def checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | None) -> list[str]:
+    """The prompts as a list. ValueError: none, no strings, empty ones, without an order; images of another number."""
     indexed = hasattr(prompts, "__getitem__") and not isinstance(prompts, str | Mapping)  # a set has no order to repeat
     if not indexed or not len(prompts):
         raise ValueError(f"prompts must be a non-empty sequence of strings, got {prompts!r}")
@@ -42,6 +60,7 @@ def checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | Non
 
 
 def check_behaviour(algorithm: Algorithm, behaviour: Params | None, params: Params, start: int) -> None:
+    """ValueError: behaviour params of other names or shapes; a warning where a resumed run needs them and has none."""
     if behaviour is not None:
         if not isinstance(behaviour, Mapping):
             raise ValueError(f"behaviour must be params by name, got {behaviour!r}")
@@ -52,6 +71,7 @@ def check_behaviour(algorithm: Algorithm, behaviour: Params | None, params: Para
 
 
 def check_algorithm(algorithm: Algorithm, group_size: int) -> None:
+    """ValueError: no Algorithm, or a group_size that its updates, pool or kept samples rule out."""
     if not hasattr(algorithm, "updates"):
         raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
     if require_count("updates", algorithm.updates) > group_size:
@@ -63,6 +83,7 @@ def check_algorithm(algorithm: Algorithm, group_size: int) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
+    """ValueError unless the optimizer steps some of the params and nothing else."""
     if not params:
         raise ValueError("model.params is empty: nothing to train")
     if not hasattr(optimizer, "param_groups"):
@@ -77,7 +98,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
 
 
 def check_batch(batch: Batch, g: int, k: int) -> None:
-    """What a collect of one's own may get wrong: rows of other samples, cond per sample, parts of the pool."""
+    """ValueError for what a collect of one's own may get wrong: rows of other samples, cond per sample, parts of the pool."""
     b, tr = g * k, batch.trajectory
     if tuple(batch.rewards.shape) != (g, k) or tr.x_0.shape[0] != b:
         raise ValueError(
@@ -95,6 +116,7 @@ def check_batch(batch: Batch, g: int, k: int) -> None:
 
 
 def check_credit(credit: Mapping[str, Tensor], g: int, k: int) -> None:
+    """ValueError unless every tensor of the credit has one row per sample."""
     b = g * k
     for name, value in credit.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (b,):

@@ -813,6 +813,11 @@ QUANT = [
 RANKS = [
     *mutants_of(
         "training_checks.py",
+        "test_ranks.py",
+        ("checks:prompts_dealt_unevenly", "if g % ranks:", "if False:"),
+    ),
+    *mutants_of(
+        "training_checks.py",
         "test_loop.py",
         ("loop:reference_follows_the_params", "return {name: reference[name].detach().clone() for name in params}", "return dict(reference)"),
         ("loop:reference_of_the_resumed_params", "if reference is None and start > 0:", "if False:"),
@@ -838,7 +843,6 @@ RANKS = [
         "test_ranks.py",
         ("loop:loss_of_one_rank", "return sum(total for total, _ in each), told", "return each[0][0], told"),
         ("loop:metrics_of_one_rank", "for _, own in each:", "for _, own in each[:1]:"),
-        ("loop:prompts_dealt_unevenly", "if g % ranks.size:", "if False:"),
         ("loop:window_of_each_rank", "first=int(sample_seeds(plan.seed, i, every[:1], 1))", "first=int(sample_seeds(plan.seed, i, chosen[:1], 1))"),
     ),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from toys import adam, rows_of, start
 
 from diffrl.algorithms import art
 from diffrl.loop import train
-from diffrl.ranks import Ranks, alone, joined, require_same_start, share_of, torch_ranks
+from diffrl.ranks import Ranks, alone, joined, launched, require_same_start, share_of, torch_ranks
 from diffrl.run import read_metrics, run
 from diffrl.sampling import sample_seeds
 from diffrl.settings import Settings
@@ -94,6 +94,13 @@ def test_prompts_that_cannot_be_dealt_evenly_and_other_params_are_refused():
     other = [(name, shape, total + 1, square) for name, shape, total, square in told[0]]
     with refuses("rank 1", "mean"):
         require_same_start(alone._replace(gathered=lambda mine: [mine, other]), params)
+
+
+def test_a_process_that_nobody_launched_is_alone(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched() is alone
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert launched() is alone
 
 
 def test_without_torch_distributed_there_are_no_ranks():
