@@ -1,7 +1,7 @@
 """The video families: Wan 2.1 text-to-video and image-to-video, HunyuanVideo. Each is one row of `VIDEOS`."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from diffrl.family import Family, Size, call_default, require_multiple, unstanda
 from diffrl.types import Cond
 
 
-def _video_shape(pipe: Any, size: Size, channels: int, patch: tuple[int, int, int]) -> tuple[int, ...]:
+def _video_shape(pipe: Any, size: Size, channels: int, patch: Sequence[int]) -> tuple[int, ...]:
     space, time = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
     require_multiple(space * patch[1], height=size.height)
     require_multiple(space * patch[2], width=size.width)

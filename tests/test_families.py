@@ -13,14 +13,14 @@ import pytest
 import tiny
 import tiny_families
 import torch
-from test_models import close, fingerprint, gradients, others, point, same_state, state
+from test_models import close, fingerprint, others, point, same_state, state
 
 from diffrl import families, families_image, families_video
 from diffrl.algorithms import nft
 from diffrl.families import FAMILIES
 from diffrl.loop import train
 from diffrl.models import from_pipeline
-from diffrl.sampling import chunked, classifier_free, euler_step, flow_sde_step, rollout, transition_log_prob
+from diffrl.sampling import chunked, euler_step, flow_sde_step, rollout, transition_log_prob
 
 PROMPTS = ["a red cat", "the dog sings on the river", "two blue birds"]
 LORA = {"r": 4, "lora_alpha": 16}
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     scale: float
     guidance: str
     negative: str = ""
-    call: dict[str, Any] = {}
+    call: tuple[tuple[str, Any], ...] = ()
 
 
 CASES = [
@@ -70,7 +70,7 @@ CASES = [
         12,
         1e3,
         "guidance_scale",
-        call={"use_resolution_binning": False},
+        call=(("use_resolution_binning", False),),
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
@@ -112,7 +112,7 @@ def forced(pipe: Any, times: torch.Tensor) -> None:
 
     class Forced(FlowMatchEulerDiscreteScheduler):
         def set_timesteps(self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
-            super().set_timesteps(sigmas=[0.5])
+            self._step_index = self._begin_index = None
             self.sigmas, self.timesteps = times.clone(), 1000 * times[:-1]
 
     pipe.scheduler = Forced.from_config(pipe.scheduler.config)
@@ -126,7 +126,7 @@ def walked(case: Case, pipe, noise, *, prompts=PROMPTS, images=None, output="lat
         "max_sequence_length": case.length,
         "output_type": output,
         **size,
-        **case.call,
+        **dict(case.call),
         **call,
     }
     out = []
@@ -158,16 +158,11 @@ def test_velocity_is_noise_minus_data_at_every_rows_own_t(case):
     rows = t.reshape(-1, *[1] * (x_0.ndim - 1))
     x_t = (1 - rows) * x_0 + rows * noise
     pipe.transformer.forward = oracle(case, x_0)
-    assert close(model.velocity(model.params, x_t, t, cond), noise - x_0, 1e-4) is (case.name != "qwen")
-    if case.name == "qwen":  # equal predictions keep their norm: the oracle is seen through its guidance too
-        assert torch.allclose(model.velocity(model.params, x_t, t, cond), noise - x_0, atol=1e-3)
+    assert close(model.velocity(model.params, x_t, t, cond), noise - x_0, 1e-3)
     end = rollout(model.velocity, model.params, cond, model.times(5), noise=noise).x_0
     assert torch.allclose(end, x_0, atol=1e-3)
     pipe.transformer.forward = oracle(case._replace(scale=999.0 if case.scale > 1 else 1000.0), x_0)  # negative control
     assert not torch.allclose(model.velocity(model.params, x_t, t, cond), noise - x_0, atol=1e-3)
-
-
-SCHEDULERS = {"sd3": 3.0, "wan": 5.0, "wan_i2v": 3.0, "hunyuan": 7.0, "sana": 3.0}
 
 
 @each
@@ -318,7 +313,8 @@ def test_twins_are_those_entries_that_differ(case):
     pipe, model = made(case)
     cond, (x, t), seen = encoded(case, model), point(model), []
     twins = {k for k in cond if k.startswith("uncond.")}
-    assert twins == {f"uncond.{k}" for k in cond if "encoder" in k and "image" not in k}
+    names = {k for k in cond if k.startswith("encoder_") and "image" not in k}
+    assert twins == {f"uncond.{k}" for k in names}
     pipe.transformer.register_forward_pre_hook(lambda m, args, kw: seen.append(kw), with_kwargs=True)
     model.velocity(model.params, x, t, cond)
     assert len(seen) == 2
@@ -331,13 +327,11 @@ def test_twins_are_those_entries_that_differ(case):
     assert len(seen) == 1
     v = model.velocity(model.params, x, t, cond)
     scale = FAMILIES[type(pipe).__name__].guidance
-    mixed = classifier_free(plain.velocity, scale=scale)
     assert not close(v, v_cond, 1e-3)
     twin = {**unguided, **{k.removeprefix("uncond."): cond[k] for k in twins}}
     v_uncond = plain.velocity(plain.params, x, t, twin)
     plainly = v_uncond + scale * (v_cond - v_uncond)
     assert close(v, plainly, 1e-4) is (case.name != "qwen")
-    del mixed
     if case.name == "qwen":  # every token keeps the norm of the conditional prediction
         assert torch.allclose(v.norm(dim=-1), v_cond.norm(dim=-1), rtol=1e-4)
         assert close(v, plainly * (v_cond.norm(dim=-1) / plainly.norm(dim=-1))[..., None], 1e-4)
@@ -373,6 +367,17 @@ def test_embedded_guidance_is_in_cond_and_replayed(name, unit, default):
 
 
 # params, gradients, checkpointing
+
+
+def gradients(model, cond, x, t, between=None):
+    """Of the mean square of v; zeros where a factor is not read (Qwen's last block drops its text)."""
+    for p in model.params.values():
+        p.grad = None
+    loss = (model.velocity(model.params, x, t, cond) ** 2).mean()
+    if between is not None:
+        between()
+    loss.backward()
+    return {k: torch.zeros_like(p) if p.grad is None else p.grad.clone() for k, p in model.params.items()}
 
 
 @each
@@ -419,7 +424,7 @@ def test_gradient_reaches_lora_factors_only_checkpointed_or_not(case):
             assert not any(m.training for m in part.modules())
             trained = {n for n, p in part.named_parameters() if p.requires_grad}
             assert trained == (set(plain.params) if part is plain.module else set())
-            assert {n for n, p in part.named_parameters() if p.grad is not None} == trained
+            assert {n for n, p in part.named_parameters() if p.grad is not None} <= trained
     size = max(float(g.abs().max()) for g in wanted.values())
     for between in (None, lambda: model.velocity(old, x, t, cond)):
         got = gradients(model, cond, x, t, between)
@@ -487,7 +492,7 @@ def test_full_fine_tuning_is_saved_as_the_transformer(case, tmp_path):
     pipe, model = made(case, lora=None)
     assert set(model.params) == {n for n, _ in pipe.transformer.named_parameters()}
     cond, (x, t) = encoded(case, model), point(model)
-    assert all(g.isfinite().all() for g in gradients(model, cond, x, t).values()) if False else True
+    assert sum(bool(g.any()) for g in gradients(model, cond, x, t).values()) > len(model.params) / 2
     old = {k: p.detach() * 1.1 for k, p in model.params.items()}
     wanted = model.velocity(old, x, t, cond)
     assert not close(wanted, model.velocity(model.params, x, t, cond), 1e-3)
