@@ -835,6 +835,16 @@ FAMILIES_MUTANTS = [
     ),
 ]
 
+PLAN_MUTANTS = mutants_of(
+    "memory.py",
+    "test_memory.py",
+    ("adam_of_one_moment", "2 * n)", "n)"),
+    ("factors_of_square_layers", "m.in_features + m.out_features", "2 * m.in_features"),
+    ("nothing_stays_in_float32", "FLOAT32 if any(part in", "dtype.itemsize if any(part in"),
+    ("trajectory_without_its_velocities", "(1 + 3 * s)", "(1 + 2 * s)"),
+    ("what_left_the_device_counted", "lines if line.on_device) / 1e9", "lines) / 1e9"),
+)
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -850,6 +860,7 @@ MUTANTS = [
     *REVIEWED,
     *QUANT,
     *FAMILIES_MUTANTS,
+    *PLAN_MUTANTS,
 ]
 
 

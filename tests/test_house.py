@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
     **dict.fromkeys(("directions", "conflicts", "diversity", "fp4"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
-    **dict.fromkeys(("family", "families_image", "families_video", "encoding"), 2),
+    **dict.fromkeys(("family", "families_image", "families_video", "encoding", "memory"), 2),
     **dict.fromkeys(
         ("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions", "sol_rl"), 3
     ),
