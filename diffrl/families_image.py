@@ -230,6 +230,7 @@ IMAGES: dict[str, Family] = {
         guidance=3.5,
         guide=None,
         twins=(),
+        needs=("encoder_hidden_states", "pooled_projections"),
         guidance_unit=_flux_unit,
         longest=512,
     ),

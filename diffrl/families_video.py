@@ -1,6 +1,7 @@
 """The video families: Wan 2.1 text-to-video and image-to-video, HunyuanVideo. Each is one row of `VIDEOS`."""
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from diffrl.family import Family, Size, call_default, require_multiple, unstandardised
 from diffrl.types import Cond
+
+TEXT_TOKENS = 512  # written into WanTransformer3DModel's attention
 
 
 def _video_shape(pipe: Any, size: Size, channels: int, patch: Sequence[int]) -> tuple[int, ...]:
@@ -88,6 +91,15 @@ def _i2v_check(pipe: Any) -> None:
 
 def _i2v_shape(pipe: Any, size: Size) -> tuple[int, ...]:
     return _video_shape(pipe, size, pipe.vae.config.z_dim, pipe.transformer.config.patch_size)
+
+
+def _i2v_encode(pipe: Any, prompt: str, length: int) -> dict[str, Tensor]:
+    if pipe.transformer.config.image_dim is not None and length != TEXT_TOKENS:
+        text = (
+            f"max_sequence_length={length}: this network takes all but the last {TEXT_TOKENS} tokens of text and image"
+        )
+        warnings.warn(f"{text} for the image's, whatever they are; it was trained with {TEXT_TOKENS}", stacklevel=2)
+    return _wan_encode(pipe, prompt, length)
 
 
 def _i2v_image(pipe: Any, image: Any, size: Size) -> dict[str, Tensor]:
@@ -195,7 +207,9 @@ VIDEOS: dict[str, Family] = {
     "WanPipeline": WAN,
     "WanImageToVideoPipeline": WAN._replace(
         latent_shape=_i2v_shape,
+        encode=_i2v_encode,
         predict=_i2v_predict,
+        needs=("condition",),
         encode_image=_i2v_image,
         check=_i2v_check,
     ),
@@ -209,6 +223,7 @@ VIDEOS: dict[str, Family] = {
         guidance=6.0,
         guide=None,
         twins=(),
+        needs=("encoder_hidden_states", "encoder_attention_mask", "pooled_projections"),
         guidance_unit=_hunyuan_unit,
         video=True,
     ),

@@ -33,7 +33,7 @@ class Family(NamedTuple):
     timestep_scale: the network reads timestep_scale * t.
     guidance: default scale. guide: (velocity, *, scale) -> velocity, for classifier-free families; None: there is none.
     twins: the cond entries that have an `uncond.` twin when guided. encode_negative: `encode` for the negative prompt,
-        where it differs. guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the
+        where it differs. needs: further entries the network cannot do without. guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the
         network reads none.
     encode_image: (pipe, image, Size) -> further cond entries, for families that start from an image.
     targets: name endings of the layers LoRA adapts, where the module has them. longest: most text tokens accepted.
@@ -49,6 +49,7 @@ class Family(NamedTuple):
     guidance: float
     guide: Callable[..., Velocity] | None = classifier_free
     twins: tuple[str, ...] = ("encoder_hidden_states",)
+    needs: tuple[str, ...] = ()
     encode_negative: Callable[[Any, str, int], dict[str, Tensor]] | None = None
     guidance_unit: Callable[[Any], float] = lambda pipe: 0.0
     encode_image: Callable[[Any, Any, Size], dict[str, Tensor]] | None = None

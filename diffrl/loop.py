@@ -367,6 +367,7 @@ def diagnose(
     prompts: Sequence[str],
     reward: Reward,
     *,
+    images: Sequence[Any] | Tensor | None = None,
     group_size: int = 8,
     steps: int = 8,
     seed: int = 0,
@@ -381,11 +382,14 @@ def diagnose(
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     """
-    prompts = _checked_prompts(prompts, None)[:8]
+    prompts = _checked_prompts(prompts, images)[:8]
+    images = None if images is None else images[:8]
     optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)
-    training = train(model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed)
+    training = train(
+        model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed, images=images
+    )
     sampler: Any = Gridded(model.velocity, model.times, steps, tuple(model.latent_shape()))
-    cond, score = encode(model, prompts), Score(model.decode, reward, prompts)
+    cond, score = encode(model, prompts, images), Score(model.decode, reward, prompts)
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
     saved = {name: p.detach().clone() for name, p in model.params.items()}

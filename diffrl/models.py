@@ -175,7 +175,7 @@ def _rebind(setup: _Setup, params: Params, shared: dict[str, Callable], module: 
 def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
     """The velocity of `module`, guided where the model is; which of the two ways is decided by identity, see `Model`."""
     family = setup.family
-    keys = [*family.twins, *(f"uncond.{name}" for name in family.twins if setup.guided)]
+    keys = [*family.needs, *family.twins, *(f"uncond.{name}" for name in family.twins if setup.guided)]
     keys += ["guidance"] if family.guidance_unit(setup.pipe) else []
 
     def swapped(values: Params, **inputs: Any) -> Any:

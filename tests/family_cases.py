@@ -40,7 +40,7 @@ CASES = [
         tiny_families.wan_i2v,
         {"height": 16, "width": 32, "frames": 5},
         (16, 2, 2, 4),
-        8,
+        512,
         1e3,
         "guidance_scale",
     ),

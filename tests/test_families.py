@@ -117,6 +117,16 @@ def test_times_are_the_schedulers(case, large):
 
 
 @pytest.mark.parametrize("name", ["wan", "sana"])
+def test_a_number_of_steps_alone_is_warped_twice_by_the_euler_scheduler(name):
+    pipe, model = made(BY_NAME[name], pipe=BY_NAME[name].make(scheduler={"shift": 3.0}))
+    pipe.scheduler.set_timesteps(sigmas=[1, 0.75, 0.5, 0.25])
+    assert torch.allclose(pipe.scheduler.sigmas, model.times(4), atol=2e-6)
+    assert torch.allclose(model.times(4), torch.tensor([1, 0.9, 0.75, 0.5, 0]))
+    pipe.scheduler.set_timesteps(4)  # negative control: what the pipelines' own call does
+    assert torch.allclose(pipe.scheduler.sigmas, torch.tensor([1, 0.858, 0.602, 0.0089, 0]), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["wan", "sana"])
 def test_released_schedulers_round_their_timesteps_and_are_asked_only_for_their_shift(name):
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 

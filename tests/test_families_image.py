@@ -7,10 +7,12 @@ import pytest
 import tiny_families
 import torch
 from family_cases import BY_NAME, PROMPTS, encoded, forced, made, walked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_models import close, point
 
 from diffrl import families_image
-from diffrl.sampling import rollout
+from diffrl.sampling import classifier_free, rollout
 
 
 def test_the_shift_depends_on_the_size_where_it_is_dynamic_and_qwen_ends_at_its_terminal_time():
@@ -120,6 +122,23 @@ def test_norm_kept_by_hand():
         families_image.norm_kept(velocity, scale=float("nan"))
 
 
+@settings(max_examples=25)
+@given(st.integers(0, 10**6), st.floats(1.0, 20.0))
+def test_norm_kept_keeps_norms_and_the_direction_of_classifier_free_guidance(seed, scale):
+    g = torch.Generator().manual_seed(seed)
+    v = {1.0: torch.randn(2, 3, 5, generator=g), 0.0: torch.randn(2, 3, 5, generator=g)}
+
+    def velocity(params, x, t, cond):
+        return v[float(cond["c"][0])]
+
+    cond = {"c": torch.ones(2), "uncond.c": torch.zeros(2)}
+    arguments = ({}, torch.zeros(2, 3, 5), torch.ones(2), cond)
+    out = families_image.norm_kept(velocity, scale=scale)(*arguments)
+    plainly = classifier_free(velocity, scale=scale + 1e-9)(*arguments)
+    assert torch.allclose(out.norm(dim=-1), v[1.0].norm(dim=-1), rtol=1e-4)
+    assert torch.allclose(torch.cosine_similarity(out, plainly, dim=-1), torch.ones(2, 3), atol=1e-4)
+
+
 def test_sana_reads_its_instruction_from_the_call_and_lower_cases():
     pipe, model = made(BY_NAME["sana"])
     asked, inner = [], pipe.encode_prompt
@@ -137,6 +156,10 @@ def test_sana_reads_its_instruction_from_the_call_and_lower_cases():
         ["a red cat"], "cpu", torch.float32, max_sequence_length=12, complex_human_instruction=instruction
     )[0]
     assert close(cond["encoder_hidden_states"], wanted[:, [0, *range(-11, 0)]])
+    # the call would resize to one of its own sizes: compared elsewhere with use_resolution_binning=False
+    from diffusers.pipelines.sana.pipeline_sana import ASPECT_RATIO_1024_BIN
+
+    assert pipe.image_processor.classify_height_width_bin(32, 64, ratios=ASPECT_RATIO_1024_BIN) != (32, 64)
     bare = pipe._get_gemma_prompt_embeds(["a red cat"], "cpu", torch.float32, max_sequence_length=12)[0]
     assert not close(cond["encoder_hidden_states"], bare, 1e-3)  # negative control
     negative = pipe._get_gemma_prompt_embeds([""], "cpu", torch.float32, max_sequence_length=12)[0]

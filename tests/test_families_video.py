@@ -12,7 +12,7 @@ from test_models import close, others, point
 
 from diffrl import families_video
 from diffrl.algorithms import nft
-from diffrl.loop import train
+from diffrl.loop import diagnose, train
 from diffrl.sampling import rollout
 
 
@@ -97,6 +97,22 @@ def test_images_condition_the_video_one_per_prompt():
         made(BY_NAME["wan"])[1].encode(PROMPTS, images)
 
 
+def test_the_text_must_be_512_tokens_long_where_the_network_counts_on_it():
+    """The attention splits text and image at 512 from the end: of a shorter text, image tokens are read as words."""
+    case = BY_NAME["wan_i2v"]
+    _, model = made(case)
+    cond, (x, t) = model.encode(PROMPTS, pictures(case)), point(model)
+    assert cond["encoder_hidden_states"].shape[1] == 512
+    v = model.velocity(model.params, x, t, cond)
+    factors = {k: torch.zeros_like(p) if "add_" in k else p.detach() for k, p in model.params.items()}
+    assert not close(model.velocity(factors, x, t, cond), v, 1e-3)  # the image's projections are read
+    _, short = made(case, max_sequence_length=8)
+    with pytest.warns(UserWarning, match="max_sequence_length=8.*512"):
+        cut = short.encode(PROMPTS, pictures(case))
+    v = short.velocity(short.params, x, t, cut)
+    assert close(short.velocity(factors, x, t, cut), v)  # negative control: here they are not
+
+
 def test_a_network_that_reads_no_clip_embedding():
     case = BY_NAME["wan_i2v"]
     pipe, model = made(case, pipe=case.make(clip=False))
@@ -116,6 +132,9 @@ def test_the_loop_trains_on_images():
     case = BY_NAME["wan_i2v"]
     _, model = made(case, fill=False, guidance_scale=1.0)
     images, seen = pictures(case), []
+    cond, (x, t) = model.encode(PROMPTS, images), point(model)
+    with pytest.raises(ValueError, match=r"cond lacks \['condition'\]"):
+        model.velocity(model.params, x, t, {k: c for k, c in cond.items() if k != "condition"})
 
     def brightness(videos, prompts):
         seen.append(tuple(videos.shape))
@@ -129,6 +148,12 @@ def test_the_loop_trains_on_images():
     assert np.isfinite(metrics["loss"])
     assert metrics["grad_norm"] > 0
     assert any(not torch.equal(before[k], p) for k, p in model.params.items())
+    report = diagnose(
+        model, nft(), PROMPTS[:2], brightness, images=images[:2], group_size=2, steps=2, iterations=1, tolerance=0.01
+    )
+    assert [c.passed for c in report.checks if c.name in ("same seeds, same images", "replay equals rollout")] == [
+        True
+    ] * 2
     rows = train(model, nft(), PROMPTS[:2], brightness, optimizer, group_size=2, steps=2, seed=0)
     with pytest.raises(ValueError, match="2 images, one per prompt; got none"):  # negative control: images are needed
         next(rows)
