@@ -376,6 +376,7 @@ def diagnose(
     tolerance: float = 1e-3,
 ) -> Report:
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
+    images: one per prompt, for image-to-video.
 
     Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
     equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach

@@ -156,7 +156,7 @@ def test_on_policy_ratio_is_one_for_every_chunk_size(case):
     assert largest_ratio_error(replayed, cond, 3) > 1e-3  # negative control: a replay that is off by a little
 
 
-BF16_RATIO = 0.05
+BF16_RATIO = 5e-3
 
 
 @each
