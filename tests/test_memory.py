@@ -93,7 +93,8 @@ def test_an_optimizer_step_holds_what_was_told():
     moments = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
     assert told["Adam moments"] == measured(moments)
     assert told["copies of the policy"] == measured(x for copy in copies for x in copy.values())
-    assert told["copies of the policy"] != measured(copies[0].values())  # negative control
+    # negative control: one copy is not two
+    assert told["copies of the policy"] != measured(copies[0].values())
 
 
 def test_full_training_counts_the_transformer_once_in_float32():
