@@ -1,5 +1,5 @@
-"""`diffrl` on the command line: train, doctor, pretrain. Exit codes: 0 done, 1 a doctor's check failed, 2 bad input,
-130 interrupted (resumable)."""
+"""`diffrl` on the command line: train, doctor, plan, pretrain. Exit codes: 0 done, 1 a doctor's check failed or a plan does
+not fit, 2 bad input, 130 interrupted (resumable)."""
 
 import os
 
@@ -22,9 +22,10 @@ EPILOG = """examples:
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
   torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
   diffrl doctor --task digits --algorithm art
+  diffrl plan --model PATH --height 1024 --width 1024 --gpu-memory 80
   diffrl pretrain digits --output my_digits
 
-exit codes: 0 done, 1 a check of the doctor failed, 2 bad input, 130 interrupted (go on with --resume)"""
+exit codes: 0 done, 1 a check of the doctor failed or a plan does not fit, 2 bad input, 130 interrupted (go on with --resume)"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,6 +101,35 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         )
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from diffrl.settings import Settings
+
+    def count(name: str, default: int | None, text: str, required: bool = False) -> None:
+        default_text = "" if required else f" (default: {'none' if default is None else default})"
+        parser.add_argument(
+            name, type=int, default=default, metavar="INT", required=required, help=f"{text}{default_text}"
+        )
+
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="folder of a saved pipeline; no weight is read"
+    )
+    count("--height", None, "pixels", required=True)
+    count("--width", None, "pixels", required=True)
+    count("--frames", None, "of a video")
+    count("--lora-rank", Settings.lora_rank, "r of the LoRA; 0: all parameters are trained, in float32")
+    count("--group-size", Settings.group_size, "samples per prompt, k")
+    count("--prompts-per-iteration", Settings.prompts_per_iteration, "prompts per rollout, g")
+    count("--kept-steps", Settings.steps, "sampling steps kept of each trajectory")
+    count("--copies", 1, "of the policy beside the live one: behaviour, reference, an average")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of base weights (default: {DTYPES[0]})")
+    parser.add_argument("--encoders-off", action="store_true", help="text encoders leave the device after encoding")
+    parser.add_argument("--vae-off", action="store_true", help="the VAE leaves the device between decodes")
+    parser.add_argument("--gpu-memory", type=float, default=None, metavar="GB", help="what there is, in 10^9 bytes")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line: options of train and doctor are the fields of `settings.Settings`."""
     from diffrl.version import __version__
@@ -130,6 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
         "doctor", help="check in seconds that a set-up learns the right way", allow_abbrev=False
     )
     _add_settings(doctor)
+    _add_plan(commands.add_parser("plan", help="bytes a run's tensors take, before it is started", allow_abbrev=False))
     pretrain = commands.add_parser("pretrain", help="train a task's tiny base model from scratch", allow_abbrev=False)
     pretrain.add_argument("task", choices=["digits"], help="which base model")
     pretrain.add_argument("--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline")
@@ -147,7 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = make_parser().parse_args(words)
         sys.path.insert(0, str(Path.cwd()))  # where --reward MODULE:FUNCTION looks first, as with `python -m`
         name = f"diffrl {options.command}"
-        return {"train": _train, "doctor": _doctor, "pretrain": _pretrain}[options.command](options, words)
+        return {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command](
+            options, words
+        )
     except (ValueError, ImportError, OSError) as error:
         text = " ".join(str(error).split())
         print(f"{name}: error: {text}", file=sys.stderr)
@@ -254,6 +287,29 @@ def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
     )
     print(report)
     return 0 if report.ok else 1
+
+
+def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
+    import torch
+
+    from diffrl.memory import empty_pipeline, plan, plan_text
+
+    lines = plan(
+        empty_pipeline(options.model),
+        height=options.height,
+        width=options.width,
+        frames=options.frames,
+        rank=options.lora_rank or None,
+        samples=options.group_size * options.prompts_per_iteration,
+        kept=options.kept_steps,
+        copies=options.copies,
+        dtype=getattr(torch, options.dtype),
+        encoders_on_device=not options.encoders_off,
+        vae_on_device=not options.vae_off,
+    )
+    print(plan_text(lines, gpu_memory=options.gpu_memory))
+    needed = sum(line.bytes for line in lines if line.on_device)
+    return 0 if options.gpu_memory is None or needed < 1e9 * options.gpu_memory else 1
 
 
 def _pretrain(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -303,6 +303,7 @@ def diagnose(
     prompts: Sequence[str],
     reward: Reward,
     *,
+    images: Sequence[Any] | Tensor | None = None,
     group_size: int = 8,
     steps: int = 8,
     seed: int = 0,
@@ -311,17 +312,21 @@ def diagnose(
     tolerance: float = 1e-3,
 ) -> Report:
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
+    images: one per prompt, for image-to-video.
 
     Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
     equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     """
-    prompts = checked_prompts(prompts, None)[:8]
+    prompts = checked_prompts(prompts, images)[:8]
+    images = None if images is None else images[:8]
     optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)
-    training = train(model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed)
+    training = train(
+        model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed, images=images
+    )
     sampler: Any = Gridded(model.velocity, model.times, steps, tuple(model.latent_shape()))
-    cond, score = encode(model, prompts), Score(model.decode, reward, prompts)
+    cond, score = encode(model, prompts, images), Score(model.decode, reward, prompts)
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
     saved = {name: p.detach().clone() for name, p in model.params.items()}

@@ -71,7 +71,7 @@ def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
     return Trajectory(**picked, **shared)
 
 
-def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = None) -> Cond:
+def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | Tensor | None = None) -> Cond:
     """model.encode, moved to the device of the trained tensors. ValueError: not one row per prompt."""
     device = next(iter(model.params.values())).device
     cond = model.encode(prompts) if images is None else model.encode(prompts, images)

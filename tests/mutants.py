@@ -847,6 +847,105 @@ RANKS = [
     ),
 ]  # fmt: skip
 
+FAMILIES_MUTANTS = [
+    *mutants_of(
+        "families_image.py",
+        "test_families_image.py",
+        (
+            "qwen_reads_its_padding",
+            'encoder_hidden_states_mask=cond["encoder_hidden_states_mask"]',
+            "encoder_hidden_states_mask=None",
+        ),
+        ("qwen_mask_padded_with_ones", "pad(mask, (0, missing))", "pad(mask, (0, missing), value=1)"),
+        ("qwen_norm_not_kept", "return v * (wanted / norm.clamp_min(torch.finfo(norm.dtype).tiny))", "return v"),
+        ("qwen_zero_token_becomes_nan", "norm.clamp_min(torch.finfo(norm.dtype).tiny)", "norm"),
+        ("qwen_norm_of_the_unconditional", "for x in (v, v_cond))", "for x in (v, v_uncond))"),
+        ("qwen_empty_negative_prompt", 'prompt or " "', "prompt"),
+        ("sana_instruction_with_the_negative_only", "if instruct else None", "if not instruct else None"),
+        ("sana_timestep_unscaled", "timestep * config.timestep_scale", "timestep"),
+        ("sana_takes_the_deviation", "v[:, : config.in_channels]", "v[:, config.in_channels :]"),
+    ),
+    *mutants_of(
+        "families_image.py",
+        "test_families.py",
+        ("flux_reads_1000_t", "timestep_scale=1.0,  # the network", "timestep_scale=1000.0,  # the network"),
+        ("flux_positions_transposed", "(len(x), rows, columns, x.device", "(len(x), columns, rows, x.device"),
+        (
+            "qwen_positions_transposed",
+            "[[(1, size.height // factor, size.width // factor)]]",
+            "[[(1, size.width // factor, size.height // factor)]]",
+        ),
+        (
+            "packed_sizes_rounded",
+            "    require_multiple(factor, height=size.height, width=size.width)\n    return ((",
+            "    return ((",
+        ),
+        ("sana_mask_forgotten", 'encoder_attention_mask=cond["encoder_attention_mask"]', "encoder_attention_mask=None"),
+    ),
+    *mutants_of(
+        "families_video.py",
+        "test_families_video.py",
+        ("two_networks_driven_as_one", "        or config.boundary_ratio is not None\n", ""),
+        (
+            "image_as_first_frame_accepted",
+            "    if pipe.config.expand_timesteps:\n        raise",
+            "    if False:\n        raise",
+        ),
+        ("ftfy_not_looked_for", 'find_spec("ftfy") is None', 'find_spec("ftfy") is False'),
+        ("condition_before_the_noise", 'torch.cat([x, cond["condition"]], 1)', 'torch.cat([cond["condition"], x], 1)'),
+        ("clip_embedding_forgotten", 'cond.get("encoder_hidden_states_image")', "None"),
+        ("float_images_cut_to_bytes", "transpose(1, 2, 0)).round()", "transpose(1, 2, 0))"),
+        ("hunyuan_guidance_rounded_once", "(guidance / 1000).to(x.dtype) * 1000", "guidance.to(x.dtype)"),
+        ("hunyuan_guidance_not_in_thousands", "return 1000.0 * pipe", "return 1.0 * pipe"),
+    ),
+    *mutants_of(
+        "families_video.py",
+        "test_families.py",
+        ("frames_rounded", "    if before % time or (1", "    if False and (1"),
+        (
+            "wan_time_from_zero_to_one",
+            "    tokens=_wan_tokens,\n    timestep_scale=1000.0,",
+            "    tokens=_wan_tokens,\n    timestep_scale=1.0,",
+        ),
+    ),
+    *mutants_of(
+        "family.py", "test_families_image.py", ("mean_scaled_too", "latents * std + mean", "(latents + mean) * std")
+    ),
+    *mutants_of(
+        "families.py",
+        "test_families.py",
+        ("guidance_for_a_network_that_reads_none", "        if scale:\n", "        if False:\n"),
+    ),
+    *mutants_of(
+        "models.py",
+        "test_families_video.py",
+        ("dtype_of_the_first_tensor", " and not any(part in n for part in kept))", ")"),
+    ),
+    *mutants_of(
+        "encoding.py",
+        "test_encoding.py",
+        (
+            "kept_whatever_the_weights",
+            "str(encoder.pipe.transformer.dtype), encoder.weights[parts], *key]",
+            "str(encoder.pipe.transformer.dtype), *key]",
+        ),
+        ("kept_whatever_the_length", "(function.__name__, encoder.length, prompt)", "(function.__name__, prompt)"),
+        ("kept_whatever_the_size", '("image", *encoder.size, digest)', '("image", digest)'),
+        ("half_files_left_behind", "        Path(name).unlink(missing_ok=True)\n        raise", "        raise"),
+        ("one_image_for_all", ".encode() + pixels.tobytes()", ".encode()"),
+    ),
+]
+
+PLAN_MUTANTS = mutants_of(
+    "memory.py",
+    "test_memory.py",
+    ("adam_of_one_moment", "2 * n)", "n)"),
+    ("factors_of_square_layers", "m.in_features + m.out_features", "2 * m.in_features"),
+    ("nothing_stays_in_float32", "FLOAT32 if any(part in", "dtype.itemsize if any(part in"),
+    ("trajectory_without_its_velocities", "(1 + 3 * s)", "(1 + 2 * s)"),
+    ("what_left_the_device_counted", "lines if line.on_device) / 1e9", "lines) / 1e9"),
+)
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -862,6 +961,8 @@ MUTANTS = [
     *REVIEWED,
     *QUANT,
     *RANKS,
+    *FAMILIES_MUTANTS,
+    *PLAN_MUTANTS,
 ]
 
 

@@ -22,6 +22,7 @@ FLOORS = {
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
     **dict.fromkeys(("directions", "conflicts", "diversity", "fp4", "ranks"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
+    **dict.fromkeys(("family", "families_image", "families_video", "encoding", "memory"), 2),
     **dict.fromkeys(
         (
             "algorithms",
@@ -261,8 +262,14 @@ def test_every_module_and_public_name_is_documented(path):
 
 
 TESTED_THROUGH = {
-    "families.Size": "from_pipeline",
-    "families.Family": "FAMILIES",
+    "family.Size": "from_pipeline",
+    "family.Family": "FAMILIES",
+    "family.require_multiple": "from_pipeline",
+    "family.call_default": "from_pipeline",
+    "family.unstandardised": "decode",
+    "encoding.Encoder": "from_pipeline",
+    "encoding.checked_folder": "from_pipeline",
+    "families.checked_guidance": "from_pipeline",
     "families.checked_size": "from_pipeline",
     "families.checked_length": "from_pipeline",
     "families.scheduler_shift": "from_pipeline",
