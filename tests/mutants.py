@@ -599,7 +599,7 @@ BASELINES = [
         ("windows:anything_with_rewards_is_a_sum", "isinstance(single, Mapping) and callable(total)", "isinstance(single, Mapping)"),
     ),
     *mutants_of(
-        "rewards.py",
+        "reward_tools.py",
         "test_rewards.py",
         ("rewards:weights_by_position", "given[n]) for n in rewards)", "w) for n, w in zip(rewards, given.values()))"),
         ("rewards:weights_ignored", "parts @ torch.tensor(self.weights, dtype", "parts @ torch.ones(len(self.weights), dtype"),
