@@ -67,6 +67,18 @@ def decode_reply(body: bytes, rows: int) -> tuple[list[float], int]:
     return [float(value) for value in numbers], failed
 
 
+def _address(url: str) -> SplitResult:
+    """The parts of an address. ValueError: no http or https address with a host, a port that is none."""
+    try:
+        target = urlsplit(url)
+        good = target.scheme in ("http", "https") and target.hostname and (target.port is None or target.port > 0)
+    except (ValueError, AttributeError, TypeError):
+        good = False
+    if not good:
+        raise ValueError(f"url must be http://HOST... or https://HOST..., got {url!r}")
+    return target
+
+
 def _post(target: SplitResult, body: bytes, headers: Mapping[str, str], *, timeout: float, limit: int) -> bytes:
     """The reply to one POST. Raises what the connection does, RuntimeError for another status than 200 (`Final` where
     another try would get the same) and ValueError for more than `limit` bytes."""
@@ -121,13 +133,7 @@ def remote(
     Raises:
         ValueError: another kind of address, an option outside its range. The reward: a malformed call.
     """
-    try:
-        target = urlsplit(url)
-        good = target.scheme in ("http", "https") and target.hostname and (target.port is None or target.port > 0)
-    except (ValueError, AttributeError, TypeError):
-        good = False
-    if not good:
-        raise ValueError(f"url must be http://HOST... or https://HOST..., got {url!r}")
+    target = _address(url)
     require_number("timeout", timeout, low=0, open_low=True)
     require_number("pause", pause, low=0)
     require_count("retries", retries, low=0)

@@ -27,11 +27,11 @@ from diffrl.scorer_weights import load_aesthetic, load_clip_score, load_hps_v2, 
 from diffrl.scorers import VIDEO_ALIGN, aesthetic, clip_score, hps_v2, image_reward, pick_score, video_reward
 
 __all__ = [
+    "VIDEO_ALIGN",
     "Engine",
     "Fact",
     "Object",
     "TextReward",
-    "VIDEO_ALIGN",
     "WeightedSum",
     "aesthetic",
     "cached",

@@ -255,7 +255,7 @@ def load_clip_score(
     *,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch: int = 16,
+    batch: int = 1,
     log: Log | None = None,
 ) -> Reward:
     """`clip_score` with the CLIP model and processor in a folder or on the hub (needs the network once). Not checked here
@@ -269,7 +269,7 @@ def load_pick_score(
     *,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch: int = 16,
+    batch: int = 1,
     log: Log | None = None,
 ) -> Reward:
     """`pick_score` with the published model; its processor is another repository's. Not checked here with published
@@ -283,7 +283,7 @@ def load_hps_v2(
     *,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch: int = 16,
+    batch: int = 1,
     log: Log | None = None,
 ) -> Reward:
     """`hps_v2` with HPS_v2.1_compressed.pt (a file, its folder or the hub's repository), translated by
@@ -311,7 +311,7 @@ def load_aesthetic(
     *,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch: int = 16,
+    batch: int = 1,
     log: Log | None = None,
 ) -> Reward:
     """`aesthetic` with the published head, sac+logos+ava1-l14-linearMSE.pth (a file or its folder), on CLIP ViT-L/14.
@@ -346,7 +346,7 @@ def load_image_reward(
     config: Any = None,
     device: Any = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch: int = 16,
+    batch: int = 1,
     log: Log | None = None,
 ) -> Reward:
     """`image_reward` with ImageReward.pt (a file, its folder or the hub's repository), translated by

@@ -2,9 +2,9 @@
 
 Each factory scores with the model it is given; `load_x` in `diffrl.scorer_weights` loads the published one and calls it.
 A model is put in eval mode, keeps its dtype and device, and runs without gradient and autocast; embeddings become float32
-before they are normalised. Every call of a model has the same shapes (`batch` rows, the last repeated; texts padded to
-their full length), so that a row's value does not depend on its neighbours, nor on how many there are. A row that fails is
-nan and counted (`reward_rows.report`).
+before they are normalised. By default a model sees one row at a time, texts padded to their full length: a value then
+depends on its own row alone, bit for bit. With a larger `batch` matrix products round a row differently in another place
+or beside other rows; values then agree up to those last bits. A row that fails is nan and counted (`reward_rows.report`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from diffrl.reward_rows import Log, one_number_each, report, score_rows
 from diffrl.types import Reward
 
 Score = Callable[[Tensor, Sequence[str]], Tensor]
-"""(images UInt8 " b h w 3", prompts) -> float " b": a model's answer to one batch of the usual size."""
+"""(images UInt8 " b h w 3", prompts) -> float " b": a model's answer to one batch."""
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -40,9 +40,12 @@ VIDEO_ALIGN: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 
 def pil_pictures(images: Tensor) -> list[Any]:
-    """UInt8 " b h w 3" -> b Pillow images: their channel axis cannot be mistaken for another of length 3."""
+    """UInt8 " b h w 3" -> b Pillow images: their channel axis cannot be mistaken for another of length 3. ValueError: no
+    pixels."""
     from PIL import Image
 
+    if images.numel() == 0:
+        raise ValueError(f"pictures without pixels: {tuple(images.shape)}")
     return [Image.fromarray(picture) for picture in images.detach().cpu().numpy()]
 
 
@@ -96,23 +99,22 @@ def _like(model: Any, x: Tensor) -> Tensor:
 
 
 def _reward(name: str, models: Sequence[Any], score: Score, *, batch: int, log: Log | None) -> Reward:
-    """`score` as a reward: calls of equal shape without gradient and autocast, failures counted."""
+    """`score` as a reward: in eval mode, without gradient and autocast, failures counted."""
     require_count("batch", batch)
     for model in models:
         model.eval()
     device = next(models[0].parameters()).device.type
 
-    def full(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        rows = [min(i, len(prompts) - 1) for i in range(batch)]
+    def checked(images: Tensor, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            values = one_number_each(score(images[rows], [prompts[row] for row in rows]), batch)[: len(prompts)]
+            values = one_number_each(score(images, prompts), len(prompts))
         if not bool(torch.isfinite(values).all()):
             raise ArithmeticError(f"the model gave {values.tolist()}")
         return values
 
     def reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
         require_call(name, images, prompts, ranks=(4,))
-        return report(name, score_rows(full, images, prompts, batch=batch), log)
+        return report(name, score_rows(checked, images, prompts, batch=batch), log)
 
     return reward
 
@@ -137,13 +139,13 @@ def _cosines(
 # ---- CLIP and its descendants -----------------------------------------------------------------------------------------
 
 
-def clip_score(model: Any, processor: Any, *, batch: int = 16, log: Log | None = None) -> Reward:
+def clip_score(model: Any, processor: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """100 max(cos, 0) of image and prompt under CLIP (Hessel et al. 2021, with 100 for their 2.5).
 
     Args:
         model: a `transformers.CLIPModel`; put in eval mode.
         processor: its `CLIPProcessor`. Prompts are cut at the model's length (77 tokens).
-        batch: rows per call of the model, >= 1. Fewer rows cost as much.
+        batch: rows per call of the model, >= 1; more is faster on an accelerator, see the top of this file.
         log: see `reward_rows.report`.
 
     Returns:
@@ -156,7 +158,7 @@ def clip_score(model: Any, processor: Any, *, batch: int = 16, log: Log | None =
     return _reward("clip_score", [model], lambda i, p: 100 * cosines(i, p).clamp_min(0), batch=batch, log=log)
 
 
-def pick_score(model: Any, processor: Any, *, batch: int = 16, log: Log | None = None) -> Reward:
+def pick_score(model: Any, processor: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """exp(logit_scale) cos of image and prompt (PickScore, Kirstain et al. 2023); about 20 with the published weights.
 
     Arguments, returns and errors: as `clip_score`; `model` holds the trained scale.
@@ -169,7 +171,7 @@ def pick_score(model: Any, processor: Any, *, batch: int = 16, log: Log | None =
     return _reward("pick_score", [model], score, batch=batch, log=log)
 
 
-def hps_v2(model: Any, processor: Any, *, batch: int = 16, log: Log | None = None) -> Reward:
+def hps_v2(model: Any, processor: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """cos of image and prompt (HPS v2.1, Wu et al. 2023); about 0.2 to 0.35 with the published weights.
 
     Images keep their aspect: the long side is scaled to the model's size (224), black is put around the rest.
@@ -182,7 +184,7 @@ def hps_v2(model: Any, processor: Any, *, batch: int = 16, log: Log | None = Non
     return _reward("hps_v2", [model], partial(_cosines, model, processor, pictures), batch=batch, log=log)
 
 
-def aesthetic(model: Any, processor: Any, head: Any, *, batch: int = 16, log: Log | None = None) -> Reward:
+def aesthetic(model: Any, processor: Any, head: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """head(e / |e|), e the CLIP embedding of the image: the LAION aesthetic score, about 1 to 10 (Schuhmann 2022).
 
     Args:
@@ -206,7 +208,7 @@ def aesthetic(model: Any, processor: Any, head: Any, *, batch: int = 16, log: Lo
     return _reward("aesthetic", [model, head], score, batch=batch, log=log)
 
 
-def image_reward(model: Any, head: Any, tokenizer: Any, *, batch: int = 16, log: Log | None = None) -> Reward:
+def image_reward(model: Any, head: Any, tokenizer: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """(head(h) - 0.16717) / 1.03334, h the text's first hidden state, which attends to the image (ImageReward, Xu et al.
     2023).
 
