@@ -19,6 +19,7 @@ EPILOG = """examples:
   diffrl train --task digits --algorithm art --output runs/demo
   diffrl train --resume runs/demo
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
+  diffrl train --model PATH --task prompts --prompts prompts.txt --reward clip:FOLDER --held-out-reward pick:FOLDER
   diffrl doctor --task digits --algorithm art
   diffrl pretrain digits --output my_digits
 

@@ -6,7 +6,11 @@ the whole, bit for bit. NaN: no score.
 
 A malformed call (lengths differ, wrong dtype or rank) raises one `ValueError`; a malformed image is a NaN in its row.
 There is no gradient, no state that survives a call and, once a factory has returned, no network. Each factory imports
-what it needs inside itself.
+what it needs inside itself. The exceptions are in the names: `preference` and `judged` compare the rows of a group,
+`cached` remembers, `remote` asks a server.
+
+Here are the rewards that read text or measure files; the others live in modules of their own and are reached from here:
+`scorers` and `scorer_weights` (models), `objects` (GenEval), `reward_tools` (a reward in, a reward out), `remote_rewards`.
 """
 
 import io

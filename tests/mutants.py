@@ -748,6 +748,13 @@ QUANT = [
 
 SCORER_MUTANTS = [
     *mutants_of(
+        "checks.py",
+        "test_checks.py",
+        ("checks:floats_are_pictures", "images.dtype == torch.uint8 and images.ndim", "images.ndim"),
+        ("checks:a_string_is_a_list_of_prompts", 'hasattr(prompts, "__len__") and not isinstance(prompts, str | bytes)', 'hasattr(prompts, "__len__")'),
+        ("checks:prompts_of_any_number", "    if len(prompts) != len(images):\n", "    if False:\n"),
+    ),
+    *mutants_of(
         "scorers.py",
         "test_scorers.py",
         ("scorers:column_0", "return (_unit(found.image_embeds) * _unit(found.text_embeds)).sum(-1)", "return (_unit(found.image_embeds) @ _unit(found.text_embeds).T)[:, 0]"),

@@ -81,6 +81,9 @@ def test_the_most_confident_objects_are_judged():
     assert not holds(Fact("dog", 2, colour="red"), [DOG, pale])
     behind = Object("cat", 0.99, (-90, 0, -80, 10))
     assert not holds(Fact("dog", relation="left of", other="cat"), [DOG, CAT, behind])
+    assert not holds(Fact("dog", relation="left of", other="cat", others=2), [DOG, CAT, behind])  # of every pair
+    assert holds(Fact("dog", relation="left of", other="cat", others=2), [DOG, CAT, CAT])
+    assert not holds(Fact("dog", 2, relation="left of", other="cat"), [DOG, CAT, DOG._replace(box=(200, 0, 210, 10))])
     many = [DOG._replace(score=0.5)] * 17 + [CAT]
     assert holds(Fact("dog", 16, 16), many)  # no more than 16 of a class are looked at
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffrl.remote_rewards import decode_reply, decode_request, encode_reply, encode_request
-from diffrl.reward_server import main, serve, served_reward
+from diffrl.reward_server import RewardServer, main, serve, served_reward
 from diffrl.rewards import remote
 
 ROOT = Path(__file__).parents[1]
@@ -349,6 +349,13 @@ def test_a_malformed_request_is_refused(served, name):
 
 
 # ---- the server
+
+
+def test_a_server_knows_where_it_is_reached(served):
+    assert isinstance(served, RewardServer)
+    assert served.url == f"http://127.0.0.1:{served.server_address[1]}"
+    reply = decode_reply(served.score(encode_request(images_of(3), ["a"])), 1)
+    assert reply == ([4.0], 0)
 
 
 def post(server, body: bytes, *, length: str | None = None, method: str = "POST", path: str = "/") -> tuple[int, bytes]:

@@ -703,6 +703,20 @@ def test_loaders_load_and_call_the_factories(folder, processor, tokenizer, every
         )
 
 
+def test_names_of_the_command_line_load_the_same_rewards(folder, every):
+    from diffrl.reward_names import make_reward
+
+    images = pictures(2)
+    for name, factory in (
+        ("clip:{0}", "clip_score"),
+        ("pick:{0},{0}", "pick_score"),
+        ("aesthetic:{0},{0}", "aesthetic"),
+    ):
+        values = make_reward(name.format(folder))(images, PROMPTS[:2])
+        torch.testing.assert_close(values, every[factory](images, PROMPTS[:2]), rtol=1e-4, atol=1e-3, msg=name)
+    assert make_reward(f"hps:{folder},{folder}")(images, PROMPTS[:2]).isfinite().all()
+
+
 def test_loaders_take_a_dtype(folder):
     seen = []
     original = scorers._cosines
