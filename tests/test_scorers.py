@@ -619,6 +619,8 @@ def test_weights_that_do_not_fit_are_refused_with_the_difference():
     layer = torch.nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"Linear: 1 missing: \['bias'\]; 1 unknown: \['scale'\]"):
         filled(layer, {"weight": torch.zeros(1, 2), "scale": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"the weights do not fit Linear: 1 missing: \['bias'\]$"):
+        filled(layer, {"weight": torch.zeros(1, 2)})
     with pytest.raises(ValueError, match=r"1 of another shape: \['weight'\]"):
         filled(layer, {"weight": torch.zeros(2, 2), "bias": torch.zeros(1)})
     assert filled(layer, {"weight": torch.ones(1, 2)}, unused="bias").weight.tolist() == [[1.0, 1.0]]
