@@ -65,12 +65,15 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:  # the other side did not wait: nobody to answer
+            self.close_connection = True
 
     def _refuse(self, status: int, reason: str) -> None:
         self._answer(status, json.dumps({"error": reason}).encode())
@@ -96,14 +99,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             body = self._received(int(given))
             if len(body) < int(given):
-                return self._refuse(400, f"the body ends after {len(body)} of {given} bytes")
-            self._answer(200, self.server.score(body))
+                raise ValueError(f"the body ends after {len(body)} of {given} bytes")
+            status, answer = 200, self.server.score(body)
         except ValueError as error:
-            self._refuse(400, str(error))
+            status, answer = 400, json.dumps({"error": str(error)}).encode()
         except OSError:  # the other side is gone, or silent: nobody to answer
-            self.close_connection = True
+            return
         finally:
-            self.server.places.release()
+            self.server.places.release()  # before the answer: who has it may ask again at once
+        self._answer(status, answer)
 
     def _received(self, size: int) -> bytes:
         """Up to `size` bytes. TimeoutError: they take longer than the server has patience, even if one drips in now and then."""

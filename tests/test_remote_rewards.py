@@ -402,12 +402,17 @@ def test_clients_that_hang_or_stop_do_not_stop_the_server():
             half.sendall(b"POST / HTTP/1.0\r\nContent-Length: 50\r\n\r\nabc")
             halves.append(half)
         assert remote(server.url, retries=8, pause=0.1, timeout=20)(images_of(4), ["a"]).item() == 5.0
-        gone = socket.create_connection(server.server_address[:2])
+        for connection in (*silent, *halves):
+            connection.close()
+
+
+def test_a_body_that_ends_early_is_refused():
+    with running(serve(brightness, patience=20)) as server:
+        gone = socket.create_connection(server.server_address[:2], timeout=20)
         gone.sendall(b"POST / HTTP/1.0\r\nContent-Length: 50\r\n\r\nabc")
         gone.shutdown(socket.SHUT_WR)
         assert b"the body ends after 3 of 50 bytes" in gone.makefile("rb").read()
-        for connection in (*silent, *halves, gone):
-            connection.close()
+        gone.close()
 
 
 def test_a_body_that_drips_in_is_not_waited_for():
@@ -442,6 +447,27 @@ def test_too_many_requests_at_a_time_are_sent_away():
         release.set()
         first.join(20)
         assert answers == [(200, encode_reply([2.0], 0))]
+
+
+def test_a_client_that_does_not_wait_is_nobody_to_answer(capfd):
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(images, prompts):
+        entered.set()
+        release.wait(60)
+        return brightness(images, prompts)
+
+    with running(serve(slow)) as server:
+        body = encode_request(images_of(1), ["a"])
+        gone = socket.create_connection(server.server_address[:2], timeout=20)
+        gone.sendall(b"POST / HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert entered.wait(20)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # with a reset: writing to it fails
+        release.set()
+        assert remote(server.url)(images_of(4), ["a"]).item() == 5.0
+        time.sleep(0.1)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_reward_is_asked_by_one_request_at_a_time():
