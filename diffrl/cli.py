@@ -21,6 +21,7 @@ EPILOG = """examples:
   diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
   torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
+  diffrl train --model PATH --task prompts --prompts prompts.txt --reward clip:FOLDER --held-out-reward pick:FOLDER
   diffrl doctor --task digits --algorithm art
   diffrl plan --model PATH --height 1024 --width 1024 --gpu-memory 80
   diffrl pretrain digits --output my_digits
@@ -50,13 +51,14 @@ class Parser(argparse.ArgumentParser):
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One option per field of Settings, with its default and help."""
-    from diffrl.settings import ALGORITHMS, REWARDS, TASKS, Settings
+    from diffrl.reward_names import FORMS
+    from diffrl.settings import ALGORITHMS, TASKS, Settings
 
     helps = {
         "task": f"one of {', '.join(TASKS)}",
         "model": "folder of a saved pipeline or a hub id; none: the task's own",
         "algorithm": f"one of {', '.join(ALGORITHMS)}",
-        "reward": f"one of {', '.join(REWARDS)}, or MODULE:FUNCTION",
+        "reward": f"one of {', '.join(FORMS)}, or MODULE:FUNCTION",
         "held_out_reward": "a second reward, evaluated and never trained on",
         "prompts": "file with one prompt per line; none: the task's own",
         "iterations": "rollouts; each is followed by the algorithm's optimizer steps",

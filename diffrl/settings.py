@@ -17,6 +17,7 @@ from diffrl.drafts import merged_draft
 from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
 from diffrl.models import from_pipeline
+from diffrl.reward_names import make_reward
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.types import Params, Reward
 from diffrl.windows import encode, score_images
@@ -32,12 +33,6 @@ PASSED_ON: dict[str, Callable[..., Algorithm]] = {
     "nft_ocr": algorithms.nft,
 }
 """Factories whose other keywords are those of another."""
-REWARDS: dict[str, Callable[..., Any]] = {
-    "ocr": rewards.ocr,
-    "tesseract_ocr": rewards.tesseract_ocr,
-    "jpeg_compressibility": rewards.jpeg_compressibility,
-    "jpeg_incompressibility": rewards.jpeg_incompressibility,
-}
 TASKS = ("digits", "prompts")
 DRAFTS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
@@ -226,24 +221,6 @@ def rehearse(algorithm: Algorithm, s: Settings) -> None:
     next(train(model, algorithm, prompts, reward, optimizer, group_size=s.group_size, steps=s.steps, seed=0))
 
 
-def make_reward(name: str, *, threads: int = 2) -> Reward:
-    """A reward by its name in `REWARDS`, or MODULE:FUNCTION, a reward itself. ValueError naming --reward; ImportError."""
-    if name in REWARDS:
-        return REWARDS[name](threads=threads) if name == "ocr" else REWARDS[name]()
-    module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, or MODULE:FUNCTION, got {name!r}")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--reward {name!r} cannot be imported: {error}") from None
-    except Exception as error:  # whatever the user's module raises when it is imported
-        raise ValueError(f"--reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"--reward {name!r} is not callable: {found!r}")
-    return found
-
-
 class Judge:
     """A reward that remembers what share of its last call was read exactly, where it reads at all."""
 
@@ -284,8 +261,8 @@ def build(s: Settings) -> Bench:
     check_settings(s)
     algorithm = make_algorithm(s)
     rehearse(algorithm, s)
-    reward = Judge(make_reward(s.reward, threads=s.threads))
-    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads)
+    reward = Judge(make_reward(s.reward, threads=s.threads, device=s.device))
+    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads, device=s.device)
     pipe, prompts, options = _pipeline(s)
     if s.prompts_per_iteration > len(prompts):
         raise ValueError(f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts")

@@ -23,6 +23,8 @@ FLOORS = {
     **dict.fromkeys(("directions", "conflicts", "diversity", "fp4", "ranks"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
     **dict.fromkeys(("family", "families_image", "families_video", "encoding", "memory"), 2),
+    **dict.fromkeys(("reward_rows", "reward_tools", "scorers", "scorer_weights", "objects"), 2),
+    **dict.fromkeys(("remote_rewards", "reward_names", "reward_server"), 2),
     **dict.fromkeys(
         (
             "algorithms",
@@ -190,7 +192,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant"
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server"
 
 
 def test_importing_the_library_loads_nothing_heavy():

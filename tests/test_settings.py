@@ -12,13 +12,13 @@ from toys import adam, toy_run
 
 from diffrl import algorithms
 from diffrl.algorithms import all_steps
+from diffrl.reward_names import REWARDS
 from diffrl.rewards import TextReward, quoted, weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import (
     ALGORITHMS,
     DRAFTS,
     HELD_OUT_SEED,
-    REWARDS,
     Evaluation,
     Judge,
     Settings,
