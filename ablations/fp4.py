@@ -194,7 +194,8 @@ def draw(rows: list[dict[str, Any]], found: Any, quick: bool) -> None:
     common.draw_bands(
         axes[3], found, [f"{name}, {kind}" for name in INNER for kind in COST], "eval/exact_match", x="samples"
     )
-    axes[3].set_title("the same against samples drawn", fontsize=9)
+    axes[3].set_title("the same against samples drawn, drafts included", fontsize=9)
+    axes[3].legend(fontsize=7)
     first = next(iter(found))
     seeds = sorted({run.seed for run in found})
     note = (
