@@ -355,11 +355,15 @@ def diagnose(
     finally:
         if algorithm.memory is not None:
             algorithm.memory.reset()
-        with torch.no_grad():
-            for name, p in model.params.items():
-                p.copy_(saved[name])
-                p.grad = None
+        _put_back(model.params, saved)
     return Report(tuple(checks))
+
+
+@torch.no_grad()
+def _put_back(params: Params, saved: Params) -> None:
+    for name, p in params.items():
+        p.copy_(saved[name])
+        p.grad = None
 
 
 def _same_seeds(a: Batch, b: Batch) -> Check:
