@@ -385,9 +385,14 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
         walked = rollout(velocity, params, own, times, seeds=seeds[j, columns], shape=shape, keep=[])
         images[name] = bench.model.decode(walked.x_0)
     rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
-    path, titles = folder / "drafts.png", ["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2)
     save_draft_pairs(
-        path, images["draft"], images["policy"], titles=titles, draft_rewards=rewards[0], rewards=rewards[1]
+        folder / "drafts.png",
+        images["draft"],
+        images["policy"],
+        titles=["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2),
+        draft_rewards=rewards[0],
+        rewards=rewards[1],
+        title=f"{prompts[j]}: {s.draft} draft of {s.draft_steps} steps above, the policy's {s.steps} below; rewards",
     )
 
 
