@@ -298,6 +298,7 @@ def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) 
         prompts_per_iteration=s.prompts_per_iteration,
         micro_batch=s.micro_batch,
         rollout_chunk=s.rollout_chunk,
+        images=bench.images,
         ranks=ranks,
     )
 
@@ -342,13 +343,14 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
     from diffrl.plots import save_before_after, save_curve
 
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
-    shown = bench.prompts[:: len(bench.prompts) // 10 + 1][:10]  # of 100: 00, 11, ..., 99
-    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1)
+    every = slice(None, None, len(bench.prompts) // 10 + 1)  # of 100: 00, 11, ..., 99
+    shown, begun = bench.prompts[every][:10], None if bench.images is None else bench.images[every][:10]
+    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun)
     before, after = draw(params=initial), draw()
     save_before_after(
         folder / "before_after.png",
-        before.images,
-        after.images,
+        stills(before.images),
+        stills(after.images),
         titles=shown,
         captions_before=_captions(before),
         captions_after=_captions(after),
@@ -365,9 +367,10 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     from diffrl.plots import save_draft_pairs, save_rank_scatter
 
     n, keep = min(s.pool, max(48, s.group_size)), s.group_size // 2
-    prompts = bench.prompts[:: len(bench.prompts) // 5 + 1][:5]
+    every = slice(None, None, len(bench.prompts) // 5 + 1)
+    prompts, begun = bench.prompts[every][:5], None if bench.images is None else bench.images[every][:5]
     seeds = sample_seeds(HELD_OUT_SEED, 1, range(len(prompts)), n).to(next(iter(bench.model.params.values())).device)
-    cond, score = encode(bench.model, prompts), Score(bench.model.decode, bench.reward, prompts)
+    cond, score = encode(bench.model, prompts, begun), Score(bench.model.decode, bench.reward, prompts)
     policy = (bench.model.velocity, bench.model.params)
     sides = {"draft": (bench.draft(bench.model.params), s.draft_steps), "policy": (policy, s.steps)}
     shape, found = bench.model.latent_shape(), {}
@@ -387,13 +390,18 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
     save_draft_pairs(
         folder / "drafts.png",
-        images["draft"],
-        images["policy"],
+        stills(images["draft"]),
+        stills(images["policy"]),
         titles=["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2),
         draft_rewards=rewards[0],
         rewards=rewards[1],
         title=f"{prompts[j]}: {s.draft} draft of {s.draft_steps} steps above, the policy's {s.steps} below; rewards",
     )
+
+
+def stills(images: torch.Tensor) -> torch.Tensor:
+    """Pictures as they are, of videos " b f h w 3" the middle frame."""
+    return images[:, images.shape[1] // 2] if images.ndim == 5 else images
 
 
 def _captions(found: Evaluation) -> list[str]:
@@ -403,7 +411,8 @@ def _captions(found: Evaluation) -> list[str]:
 
 
 def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
-    found = evaluate(bench.model, bench.prompts, bench.reward, steps=s.steps, samples=s.eval_samples)
+    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples}
+    found = evaluate(bench.model, bench.prompts, bench.reward, images=bench.images, **how)
     metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
     if found.exact is not None:
         metrics["eval/exact_match"] = float(found.exact.nanmean())

@@ -77,6 +77,8 @@ class Settings:
     audit_every: int | None = None
     height: int | None = None
     width: int | None = None
+    frames: int | None = None
+    images: str | None = None
     guidance_scale: float | None = None
     device: str = "cpu"
     threads: int = 2
@@ -120,11 +122,12 @@ def check_settings(s: Settings) -> None:
         value = getattr(s, name)
         if value not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
-    for name in ("iterations", "prompts_per_iteration", "steps", "lora_rank", "lora_alpha", "eval_every"):
+    require_count("--lora-rank", s.lora_rank, low=0)
+    for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     for name in ("eval_samples", "checkpoint_every", "threads"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
-    for name in ("micro_batch", "rollout_chunk", "height", "width"):
+    for name in ("micro_batch", "rollout_chunk", "height", "width", "frames"):
         if getattr(s, name) is not None:
             require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--group-size", s.group_size, low=2)
@@ -137,6 +140,8 @@ def check_settings(s: Settings) -> None:
     _check_draft(s)
     if s.task == "prompts" and (s.model is None or s.prompts is None):
         raise ValueError(f"--task prompts needs --model and --prompts FILE, got {s.model!r} and {s.prompts!r}")
+    if s.task == "digits" and (s.images or s.frames):
+        raise ValueError(f"--images {s.images!r}, --frames {s.frames}: the digits are single pictures; --task prompts?")
     try:
         torch.empty(0, device=s.device)
     except (RuntimeError, AssertionError) as error:
@@ -254,6 +259,7 @@ class Bench(NamedTuple):
     held_out: Reward | None
     algorithm: Algorithm
     draft: Any = None
+    images: Sequence[Any] | None = None
 
 
 def build(s: Settings) -> Bench:
@@ -264,17 +270,20 @@ def build(s: Settings) -> Bench:
     reward = Judge(make_reward(s.reward, threads=s.threads, device=s.device))
     held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads, device=s.device)
     pipe, prompts, options = _pipeline(s)
+    images = None if s.images is None else read_images(s.images, len(prompts))
     if s.prompts_per_iteration > len(prompts):
         raise ValueError(f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts")
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
-    model = from_pipeline(pipe, lora={"r": s.lora_rank, "lora_alpha": s.lora_alpha}, **options)
+    lora = {"r": s.lora_rank, "lora_alpha": s.lora_alpha} if s.lora_rank else None
+    model = from_pipeline(pipe, lora=lora, **options)
+    encode(model, prompts[:1], None if images is None else images[:1])  # missing or unwanted images are refused here
     draft = make_draft(s, model)
-    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft)
+    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images)
 
 
 def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
-    given = {"height": s.height, "width": s.width, "guidance_scale": s.guidance_scale}
+    given = {"height": s.height, "width": s.width, "frames": s.frames, "guidance_scale": s.guidance_scale}
     given = {name: value for name, value in given.items() if value is not None}
     prompts = None if s.prompts is None else read_prompts(s.prompts)
     if s.task == "digits":
@@ -285,9 +294,8 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
         return digits.load_pipeline(s.model), prompts or digits.prompts(), {**digits.pipeline_options(), **given}
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(
-        s.model, torch_dtype=torch.bfloat16 if s.device != "cpu" else torch.float32
-    )
+    half = s.device != "cpu" and s.lora_rank > 0  # all parameters are trained in float32
+    pipe = DiffusionPipeline.from_pretrained(s.model, torch_dtype=torch.bfloat16 if half else torch.float32)
     return pipe, prompts or [], {"height": 512, "width": 512, **given}
 
 
@@ -303,6 +311,26 @@ def read_prompts(path: str) -> list[str]:
     if not lines:
         raise ValueError(f"--prompts {path!r} holds no prompts")
     return lines
+
+
+def read_images(path: str, prompts: int) -> list[Any]:
+    """One picture per line of the file, a file name each (relative to that file), in the order of the prompts. ValueError:
+    no such file, another number than prompts, what Pillow cannot read."""
+    from PIL import Image
+
+    if not Path(path).is_file():
+        raise ValueError(f"--images {path!r} is no file")
+    names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(names) != prompts:
+        raise ValueError(f"--images {path!r} names {len(names)} pictures for {prompts} prompts")
+    images = []
+    for name in names:
+        try:
+            with Image.open(Path(path).parent / name) as image:
+                images.append(image.convert("RGB"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--images {path!r}: {name!r} cannot be read: {error}") from None
+    return images
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------------
@@ -327,28 +355,31 @@ def evaluate(
     samples: int,
     params: Params | None = None,
     chunk: int = 128,
+    images: Sequence[Any] | None = None,
 ) -> Evaluation:
-    """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler."""
+    """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler. images: the
+    start image of each prompt, for image-to-video."""
     params = model.params if params is None else params
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(HELD_OUT_SEED, 0, range(len(prompts)), samples).flatten().to(device)
     texts = [prompt for prompt in prompts for _ in range(samples)]
+    begun = None if images is None else [image for image in images for _ in range(samples)]
     parts = []
     for i in range(0, len(texts), chunk):
         part, names = seeds[i : i + chunk], texts[i : i + chunk]
         trajectory = rollout(
             model.velocity,
             params,
-            encode(model, names),
+            encode(model, names, None if begun is None else begun[i : i + chunk]),
             model.times(steps),
             seeds=part,
             shape=model.latent_shape(),
             keep=[],
         )
         parts.append(model.decode(trajectory.x_0))
-    images = torch.cat(parts)
+    drawn = torch.cat(parts)
     inner = reward.reward if isinstance(reward, Judge) else reward
     if isinstance(inner, rewards.TextReward):
-        values, exact, readings = judge_text(inner, images, texts)
-        return Evaluation(images, texts, values, readings, exact)
-    return Evaluation(images, texts, score_images(inner, images, texts), None, None)
+        values, exact, readings = judge_text(inner, drawn, texts)
+        return Evaluation(drawn, texts, values, readings, exact)
+    return Evaluation(drawn, texts, score_images(inner, drawn, texts), None, None)

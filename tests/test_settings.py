@@ -79,7 +79,7 @@ BAD = [
     ("group_size", 1, "--group-size.*1"),
     ("prompts_per_iteration", 0, "--prompts-per-iteration.*0"),
     ("steps", 0, "--steps.*0"),
-    ("lora_rank", 0, "--lora-rank.*0"),
+    ("lora_rank", -1, "--lora-rank.*-1"),
     ("lora_alpha", -1, "--lora-alpha.*-1"),
     ("eval_every", 0, "--eval-every.*0"),
     ("eval_samples", 0, "--eval-samples.*0"),
