@@ -80,7 +80,7 @@ def test_what_was_encoded_otherwise_is_not_read(tmp_path, change, options):
 
 def test_images_are_kept_by_pixels_and_size(tmp_path):
     image = np.random.default_rng(0).integers(0, 256, (16, 32, 3), dtype=np.uint8)
-    options = {"lora": {"r": 2}, "max_sequence_length": 8, "height": 16, "width": 32, "frames": 5}
+    options = {"lora": {"r": 2}, "max_sequence_length": 512, "height": 16, "width": 32, "frames": 5}
     cond = from_pipeline(tiny_families.wan_i2v(), embeddings=tmp_path, **options).encode(PROMPTS[:1], [image])
     pipe = tiny_families.wan_i2v()
     seen = []

@@ -85,6 +85,9 @@ def test_images_condition_the_video_one_per_prompt():
     for same in (arrays, torch.from_numpy(np.stack(arrays)), floats):
         again = made(case)[1].encode(PROMPTS, same)
         assert all(close(again[k], cond[k]) for k in cond)
+    nearly, white = torch.full((3, 16, 32), 0.999), np.full((16, 32, 3), 255, dtype=np.uint8)
+    a, b = (model.encode(PROMPTS[:1], [image])["condition"] for image in (nearly, white))
+    assert torch.equal(a, b)  # rounded to 8 bits, not cut
     # resized as the pipeline does
     assert not close(model.encode(PROMPTS, [images[0].resize((48, 48))] * 3)["condition"], cond["condition"], 1e-3)
     for bad in (floats[0] * 2, np.zeros((16, 32)), np.zeros((16, 32, 4), dtype=np.uint8)):
