@@ -77,10 +77,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "micro_batch": "samples per backward pass; none: the whole window",
         "rollout_chunk": "samples per model call in the rollout; none: all",
         "draft": "Sol-RL: none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
-        "pool": "Sol-RL: seeds drafted per prompt, of which the best and worst half --group-size are trained on",
+        "pool": "Sol-RL: seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
         "draft_steps": "Sol-RL: sampling steps of a draft",
-        "draft_skip": "Sol-RL: layers left as they are, by name, with commas between",
-        "draft_min_dim": "Sol-RL: layers with neither axis larger are left as they are",
+        "draft_skip": "Sol-RL: layers left as they are: beginnings of name components, with commas between",
+        "draft_min_dim": "Sol-RL: layers whose larger axis is at most this are left as they are",
         "audit_every": "Sol-RL: iterations between comparisons of a whole pool with the policy; none: never",
         "height": "pixels; none: the task's own",
         "width": "pixels; none: the task's own",
@@ -101,7 +101,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             type=kind,
             default=default,
             metavar=kind.__name__.upper().replace("STR", "TEXT"),
-            help=f"{helps[field.name]} (default: {'none' if default is None else default})",
+            help=f"{helps[field.name]} (default: {'none' if default in (None, '') else default})",
         )
 
 
@@ -158,7 +158,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="go on with this run; its settings are read, only --iterations may change",
     )
     train.add_argument("--overwrite", action="store_true", help="replace --output if it is a run of diffrl")
-    train.add_argument("--no-pictures", action="store_true", help="write no curve.png and before_after.png")
+    train.add_argument(
+        "--no-pictures", action="store_true", help="draw nothing: no curve.png, before_after.png, drafts.png, ranks.png"
+    )
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     doctor = commands.add_parser(
         "doctor", help="check in seconds that a set-up learns the right way", allow_abbrev=False
@@ -260,6 +262,7 @@ def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):
         values = [row[name] for row in evaluated if row.get(name) is not None]
+        values = [row[base] for row in rows[:1] if (base := name.replace("eval/", "base/")) in row] + values
         if values:
             lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
     whole = [f"seconds/{part}" for part in ("rollout", "reward", "update", "evaluation")]  # others are parts of these

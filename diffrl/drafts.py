@@ -7,6 +7,7 @@ for as `draft=`.
 Both are emulated on a device without FP4: slower than the policy they draft for.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,9 @@ class Draft:
         self._values = torch.zeros(0)
         layers = [module.get_submodule(name) for name in report.converted]
         converted = {id(p): p.numel() for layer in layers for p in layer.parameters(recurse=False)}
+        if not report.converted:
+            why = ", ".join(sorted(set(report.skipped.values()))) or "there are none"
+            warnings.warn(f"no linear layer was converted ({why}): this draft is the policy itself", stacklevel=3)
         self.share = sum(converted.values()) / max(sum(p.numel() for p in module.parameters()), 1)
 
     def __call__(self, params: Params) -> tuple[Velocity, Params]:

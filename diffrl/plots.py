@@ -44,7 +44,7 @@ def _style(axis: Any, title: str, xlabel: str) -> None:
 
 def _legend(axis: Any, place: str = "best") -> None:
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False, loc=place)
+        axis.legend(fontsize=8, framealpha=0.8, edgecolor="none", loc=place)
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -72,23 +72,41 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
         x, dead = _series(rows, "groups/dead")
         middle.fill_between(x, [1 - d for d in dead], color=GREY, alpha=0.2, linewidth=0, label="share of live groups")
     _legend(middle, "lower left")
-    _style(right, "trust region, last update", "iteration")
+    _steering_panel(right, rows)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The trust region where there is one; a draft's ranks where there is a draft; how far the policy moved."""
+    from matplotlib.ticker import MaxNLocator
+
     last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
-    right.plot(*_series(rows, f"masked_fraction/update_{last}"), color=ORANGE, linewidth=1.5, label="masked fraction")
-    right.set_ylim(-0.02, 1.02)
-    right.set_ylabel("masked fraction", fontsize=9, color=ORANGE)
-    twin = right.twinx()
+    shown = [
+        (f"masked_fraction/update_{last}", "masked fraction", ORANGE),
+        ("draft/spearman", "draft/spearman (chosen)", GREEN),
+        ("audit/spearman", "audit/spearman (whole pools)", GREY),
+    ]
+    shown = [(name, label, colour) for name, label, colour in shown if _series(rows, name)[0]]
+    of_draft = [label for _, label, _ in shown if "spearman" in label]
+    _style(axis, "ranks of the draft, last update" if of_draft else "trust region, last update", "iteration")
+    for name, label, colour in shown:
+        style = "o-" if name == "audit/spearman" else "-"
+        axis.plot(*_series(rows, name), style, color=colour, linewidth=1.5, markersize=4, label=label)
+    axis.set_ylim(-0.02, 1.02)
+    if shown:
+        axis.set_ylabel("Spearman" if of_draft else "masked fraction", fontsize=9, color=GREEN if of_draft else ORANGE)
+    twin = axis.twinx()
     twin.plot(*_series(rows, f"drift_rms/update_{last}"), color=BLUE, linewidth=1.2, label="drift rms")
     twin.set_ylim(bottom=0)
     twin.set_ylabel("drift rms", fontsize=9, color=BLUE)
     twin.spines["top"].set_visible(False)
     twin.tick_params(labelsize=8)
-    lines = [*right.get_lines(), *twin.get_lines()]
-    right.legend(lines, [line.get_label() for line in lines], fontsize=8, frameon=False)
-    if title:
-        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
-    figure.savefig(path)
-    return Path(path)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lines = [*axis.get_lines(), *twin.get_lines()]
+    axis.legend(lines, [line.get_label() for line in lines], fontsize=8, framealpha=0.8, edgecolor="none")
 
 
 def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -248,11 +266,12 @@ def save_rank_scatter(
         points = Counter(
             zip(x.tolist(), y.tolist(), colours)
         )  # tied rewards lie on one another: larger, the more there are
-        for (a, b, colour), count in points.items():
-            axis.scatter(a, b, s=14 * count, c=colour, alpha=0.6, linewidth=0)
+        for (a, b, colour), count in sorted(points.items(), key=lambda point: point[0][2] != GREY):  # the chosen on top
+            style = {"facecolors": "none", "edgecolors": GREY} if colour == GREY else {"c": colour, "alpha": 0.6}
+            axis.scatter(a, b, s=14 * count, linewidth=1 if colour == GREY else 0, **style)
         name = "" if titles is None else f"{titles[j]}\n"
         told = f"Spearman {float(found.spearman[j]):.2f}, Kendall {float(found.kendall[j]):.2f}"
-        _style(axis, f"{name}{told}", "rank by the draft")
+        _style(axis, f"{name}{told}", "rank by the draft (1 is best)")
         axis.title.set_fontsize(8)
         axis.set_ylabel("rank by the policy" if j % 5 == 0 else "", fontsize=9)
         axis.set_xlim(0, n + 1)

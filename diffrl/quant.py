@@ -7,6 +7,7 @@ for studying agreement.
 
 import copy
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,13 @@ class ConversionReport(NamedTuple):
     skipped: dict[str, str]
     unused_skips: tuple[str, ...]
     backend: str
+
+    def __str__(self) -> str:
+        """One line of counts; the fields hold the names."""
+        why = Counter(self.skipped.values())
+        left = ", ".join(f"{count} {reason}" for reason, count in sorted(why.items())) or "none"
+        unused = f"; skips that met nothing: {list(self.unused_skips)}" if self.unused_skips else ""
+        return f"{len(self.converted)} layers converted ({self.backend}), left alone: {left}{unused}"
 
 
 class QuantizedLinear(nn.Module):

@@ -7,6 +7,7 @@ time. There is no authentication and no encryption: serve where only those who m
 
 import argparse
 import json
+import signal
 import socket
 import sys
 import threading
@@ -193,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError, OSError) as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     print(f"serving {options.reward} on {server.url}", flush=True)
     try:
         server.serve_forever()

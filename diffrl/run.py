@@ -105,6 +105,8 @@ def _graceful_interrupt() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not noted:
+            os.write(2, b"\nfinishing this iteration, then stopping; Ctrl-C again stops at once\n")
         noted.append(number)
 
     try:
@@ -219,7 +221,7 @@ def _as_planned(row: dict[str, Any], s: Settings, base: dict[str, Any]) -> dict[
     """The row without the evaluation that it has only because a run of fewer iterations once ended there."""
     if _evaluated(row["iteration"], s) and not _ended_at_once([row], s):
         return row
-    kept = {k: v for k, v in row.items() if not k.startswith("eval/") and k != "seconds/evaluation"}
+    kept = {k: v for k, v in row.items() if not k.startswith(("eval/", "base/")) and k != "seconds/evaluation"}
     return kept | base if row["iteration"] == 0 else kept
 
 
@@ -259,9 +261,9 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             row: dict[str, Any] = next(training)
             row["reward/exact_match"] = bench.reward.exact
             last = i == s.iterations - 1
-            if i == 0 and not last:
-                row |= base
-            elif _evaluated(i, s):
+            if i == 0:  # where the first is the last, its own evaluation takes the names
+                row |= base if not last else {f"base/{k.partition('/')[2]}": v for k, v in base.items()}
+            if _evaluated(i, s) and (i > 0 or last):
                 began = time.perf_counter()
                 row |= _eval_metrics(bench, s, i + 1)
                 row["seconds/evaluation"] = time.perf_counter() - began
@@ -277,7 +279,9 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
                 bar.set_postfix_str(_postfix(row, latest), refresh=False)
                 bar.update(1)
             if stopped and not last:
-                raise Interrupted(f"stopped after iteration {i}; go on with: diffrl train --resume {folder}")
+                raise Interrupted(
+                    f"stopped after {i + 1} of {s.iterations} iterations; go on with: diffrl train --resume {folder}"
+                )
     if bar is not None:
         bar.close()
 
@@ -325,7 +329,7 @@ def _follow(
         for i in range(start, s.iterations):
             next(training)
             if any(ranks.gathered(bool(noted))) and i < s.iterations - 1:
-                raise Interrupted(f"stopped after iteration {i}")
+                raise Interrupted(f"stopped after {i + 1} of {s.iterations} iterations")
     return []
 
 
@@ -395,7 +399,7 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
         titles=["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2),
         draft_rewards=rewards[0],
         rewards=rewards[1],
-        title=f"{prompts[j]}: {s.draft} draft of {s.draft_steps} steps above, the policy's {s.steps} below; rewards",
+        title=f"{prompts[j]}: {s.draft} draft of {s.draft_steps} steps above, the policy's {s.steps} below, same seeds; green: the same reward",
     )
 
 

@@ -161,13 +161,17 @@ def _check_draft(s: Settings) -> None:
                 f"--{given[0].replace('_', '-')} {getattr(s, given[0])!r} needs a --draft: nvfp4, mxfp4 or policy"
             )
         return
-    if s.group_size % 2 or s.group_size > s.pool:
+    if s.group_size % 2:
         raise ValueError(
-            f"--draft {s.draft} keeps the best and worst half of --group-size {s.group_size} out of --pool {s.pool}: an even number, at most the pool"
+            f"--group-size {s.group_size} is odd: --draft {s.draft} keeps its half best and its half worst"
         )
+    if s.group_size > s.pool:
+        raise ValueError(f"--pool {s.pool} must be at least --group-size {s.group_size}, which are chosen out of it")
+    if s.draft_steps > s.steps:
+        raise ValueError(f"--draft-steps {s.draft_steps} is more than --steps {s.steps}: drafts dearer than the policy")
     if s.draft == "policy" and (s.draft_skip or s.draft_min_dim):
         raise ValueError(
-            f"--draft policy converts nothing: --draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
+            f"--draft policy converts nothing, leave out --draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
         )
 
 
@@ -178,9 +182,11 @@ def make_draft(s: Settings, model: Any) -> Any:
         return lambda params: (model.velocity, params)
     draft = merged_draft(model, quantize=quantize, skip=skip, min_dim=s.draft_min_dim)
     if (unused := draft.report.unused_skips) or not draft.report.converted:
-        raise ValueError(
-            f"--draft {s.draft} converts {len(draft.report.converted)} layers; --draft-skip names that meet none: {list(unused)}"
+        options = f"--draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
+        told = (
+            f"--draft-skip meets no layer with {list(unused)}" if unused else f"no layer is left to convert ({options})"
         )
+        raise ValueError(f"--draft {s.draft}: {told}")
     return draft
 
 

@@ -3,14 +3,14 @@
 A composition around any Algorithm: `collect` and the number of seeds change, what is learned and how does not. What it
 measures comes back in `Batch.metrics` and is one of the loop's metrics:
 
-    draft/spearman ... draft/mean_rank_bottom   `rank_agreement` of the chosen samples' two rewards, mean over prompts. Free;
+    draft/spearman ... draft/mean_rank_bottom   `quant.rank_agreement` of the chosen samples' two rewards, mean over prompts. Free;
                                 they are extremes only, which inflates it: watch the trend
     draft/gap, draft/reversed   policy reward of the drafts' best half minus its worst half; share of prompts where <= 0
     draft/missing, draft/steps, draft/pool      share of drafts without a reward; steps and seeds per prompt of this iteration
     draft/converted             share of the module's numbers in four-bit layers (`drafts.Draft`)
     draft/groups_dead           share of prompts whose pool of drafts has no spread: there the choice is arbitrary
     audit/...                   the same seven on whole pools, by the policy's own ODE samples, where an audit was due
-    seconds/requantise, /draft, /audit   each without its scoring, which seconds/reward holds
+    seconds/requantise, /draft, /audit, /policy   each without its scoring, which seconds/reward holds; parts of seconds/rollout
 """
 
 import time
@@ -279,7 +279,8 @@ def _answered(spearman: float, o: _Options, now: _Now, steps: int, sampler: Grid
     now.warned, i = True, sampler.iteration
     answer = f"{more} draft steps from now on" if more > steps else "more draft steps may help; see audit/spearman"
     warnings.warn(
-        f"iteration {i}: the draft ranks as the policy does only to {spearman:.3f} (Spearman, threshold {o.threshold:g}); "
+        f"iteration {i}: the draft ranks as the policy does only to {spearman:.3f} (Spearman, threshold {o.threshold:g}; "
+        f"{o.audit_prompts} prompt(s) of {now.pool} seeds, noisy where rewards are tied); "
         f"{answer}",
         stacklevel=4,
     )

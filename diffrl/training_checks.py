@@ -79,7 +79,9 @@ def check_algorithm(algorithm: Algorithm, group_size: int) -> None:
     if algorithm.pool is not None and algorithm.pool < group_size:
         raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
     if algorithm.kept is not None and algorithm.kept != group_size:
-        raise ValueError(f"group_size={group_size} must be the {algorithm.kept} samples per prompt that collect keeps")
+        raise ValueError(
+            f"group_size={group_size} must be the {algorithm.kept} samples per prompt that collect keeps (sol_rl: 2 keep)"
+        )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:

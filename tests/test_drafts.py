@@ -102,7 +102,9 @@ def test_an_adapter_draft_quantises_the_base_and_leaves_the_adapter_alone():
 @pytest.mark.parametrize("name", MAKERS)
 def test_with_nothing_converted_the_draft_is_the_policy(name):
     model = made()
-    draft, at = MAKERS[name](model, min_dim=10**6), point(model)
+    with pytest.warns(UserWarning, match=r"no linear layer was converted \(.*min_dim.*\)"):
+        draft = MAKERS[name](model, min_dim=10**6)
+    at = point(model)
     assert draft.report.converted == ()
     assert draft.share == 0
     got = told(draft, model.params, at)
@@ -158,6 +160,10 @@ def test_share_and_report_say_what_was_converted():
     assert "transformer_blocks.0.attn.to_q" in draft.report.converted
     assert not any("lora" in n or "base_layer" in n for n in [*draft.report.converted, *draft.report.skipped, *numbers])
     assert set(draft.report.skipped.values()) == {"skip"}
+    assert (
+        str(draft.report)
+        == f"{len(draft.report.converted)} layers converted (emulated), left alone: {len(draft.report.skipped)} skip"
+    )
 
 
 def test_a_small_adapter_survives_a_bfloat16_base():

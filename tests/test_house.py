@@ -40,7 +40,19 @@ FLOORS = {
         3,
     ),
     **dict.fromkeys(
-        ("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run", "training_checks"),
+        (
+            "loop",
+            "executors",
+            "plots",
+            "cli",
+            "tasks",
+            "windows",
+            "checkpoints",
+            "settings",
+            "run",
+            "training_checks",
+            "__main__",
+        ),
         4,
     ),
 }

@@ -301,7 +301,7 @@ def test_control_a_lost_checkpoint_would_be_seen(toy, tmp_path, whole):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path, whole, number):
+def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path, whole, number, capfd):
     calls, handlers = [], [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
     def reward(images, prompts):
@@ -312,10 +312,13 @@ def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path,
 
     toy.pieces["reward"] = reward
     folder = tmp_path / "r"
-    with pytest.raises(Interrupted, match=rf"stopped after iteration 1; go on with: diffrl train --resume {folder}"):
+    with pytest.raises(
+        Interrupted, match=rf"stopped after 2 of 5 iterations; go on with: diffrl train --resume {folder}"
+    ):
         run(folder, replace(TOY, checkpoint_every=99), pictures=False)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert load_checkpoint(folder / "checkpoint").iteration == 2
+    assert "finishing this iteration" in capfd.readouterr().err
     assert [line.get("iteration") for line in strict_lines(folder)] == [None, 0, 1]
     run(folder, resume=True, pictures=False)
     lines = strict_lines(folder)[1:]
@@ -517,10 +520,10 @@ def test_a_run_with_a_draft_measures_it_and_draws_what_it_chose(pipe, tmp_path):
     (tmp_path / "drafts").mkdir()
     save_draft_pictures(tmp_path / "drafts", s, bench)
     assert sorted(p.name for p in (tmp_path / "drafts").iterdir()) == ["drafts.png", "ranks.png"]
-    with pytest.raises(ValueError, match=r"--draft-skip names that meet none: \['attention'\]"):
-        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_skip": "attention"}))
-    with pytest.raises(ValueError, match="--draft nvfp4 converts 0 layers"):
-        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_min_dim": 10**6}))
+    with pytest.raises(ValueError, match=r"--draft-skip meets no layer with \['attention'\]"):
+        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_steps": 2, "draft_skip": "attention"}))
+    with pytest.raises(ValueError, match=r"no layer is left to convert.*--draft-min-dim 1000000"):
+        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_steps": 2, "draft_min_dim": 10**6}))
 
 
 def test_a_run_with_a_draft_goes_on_as_if_it_had_not_stopped(pipe, tmp_path):
