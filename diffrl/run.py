@@ -33,8 +33,9 @@ from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.ranks import Ranks, alone
-from diffrl.sampling import rollout, sample_seeds
+from diffrl.sampling import chunked, rollout, sample_seeds
 from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
+from diffrl.training_checks import checked_groups
 from diffrl.types import Params
 from diffrl.version import __version__
 from diffrl.windows import Score, encode, score_images
@@ -176,6 +177,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) ->
         require_matplotlib()
     torch.set_num_threads(s.threads)
     bench = build(s)
+    checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)  # before a folder is made
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
     start, behaviour = 0, None
@@ -259,7 +261,9 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
         latest = next((r["eval/exact_match"] for r in reversed([*rows, base]) if "eval/exact_match" in r), None)
         for i in range(start, s.iterations):
             row: dict[str, Any] = next(training)
-            row["reward/exact_match"] = bench.reward.exact
+            each = ranks.gathered((bench.reward.exact, bool(noted)))  # `_follow` asks at the same point
+            exact = [e for e, _ in each if e == e]
+            row["reward/exact_match"] = sum(exact) / len(exact) if exact else float("nan")
             last = i == s.iterations - 1
             if i == 0:  # where the first is the last, its own evaluation takes the names
                 row |= base if not last else {f"base/{k.partition('/')[2]}": v for k, v in base.items()}
@@ -272,7 +276,7 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             rows.append(json.loads(line))  # as a resumed run would read it
             file.write(line)
             file.flush()
-            stopped = any(ranks.gathered(bool(noted)))  # all of them after the same iteration
+            stopped = any(stop for _, stop in each)  # all of them after the same iteration
             if last or stopped or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])
             if bar is not None:
@@ -295,7 +299,7 @@ def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) 
         optimizer,
         start=start,
         behaviour=behaviour,
-        reference=initial,  # the adapter as it was seeded, also in a resumed run
+        reference=initial if algorithm.needs_reference else None,  # as it was seeded, also in a resumed run
         group_size=s.group_size,
         steps=s.steps,
         seed=s.seed,
@@ -328,7 +332,8 @@ def _follow(
     with _graceful_interrupt() as noted:
         for i in range(start, s.iterations):
             next(training)
-            if any(ranks.gathered(bool(noted))) and i < s.iterations - 1:
+            each = ranks.gathered((bench.reward.exact, bool(noted)))
+            if any(stop for _, stop in each) and i < s.iterations - 1:
                 raise Interrupted(f"stopped after {i + 1} of {s.iterations} iterations")
     return []
 
@@ -349,7 +354,9 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
     every = slice(None, None, len(bench.prompts) // 10 + 1)  # of 100: 00, 11, ..., 99
     shown, begun = bench.prompts[every][:10], None if bench.images is None else bench.images[every][:10]
-    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun)
+    draw = partial(
+        evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun, chunk=s.rollout_chunk or 128
+    )
     before, after = draw(params=initial), draw()
     save_before_after(
         folder / "before_after.png",
@@ -389,6 +396,7 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     images = {}
     for name, ((velocity, params), steps) in sides.items():
         times = bench.model.times(steps)
+        velocity = chunked(velocity, size=s.rollout_chunk or 128)
         walked = rollout(velocity, params, own, times, seeds=seeds[j, columns], shape=shape, keep=[])
         images[name] = bench.model.decode(walked.x_0)
     rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
@@ -415,7 +423,7 @@ def _captions(found: Evaluation) -> list[str]:
 
 
 def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
-    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples}
+    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples, "chunk": s.rollout_chunk or 128}
     found = evaluate(bench.model, bench.prompts, bench.reward, images=bench.images, **how)
     metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
     if found.exact is not None:
