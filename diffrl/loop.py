@@ -343,10 +343,7 @@ def diagnose(
         checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
         window = window_of(batch, credit, torch.arange(batch.rewards.numel()), saved)
         checks.append(_replay(velocity, model.params, window, tolerance))
-        few = (
-            window if micro_batch is None else select_rows(window, torch.arange(min(micro_batch, len(window.rewards))))
-        )
-        checks.extend(_gradients(model, algorithm, few, tolerance))
+        checks.extend(_gradients(model, algorithm, _first(window, micro_batch), tolerance))
         for _ in range(iterations):
             next(training)
         kept = batch.trajectory.seeds if hasattr(algorithm.collect, "of_chosen") else None
