@@ -1034,6 +1034,7 @@ SCORER_MUTANTS = [
         ("remote:servers_failures_are_not_counted", "        if missing:\n", "        if False:\n"),
         ("remote:any_address", 'target.scheme in ("http", "https") and target.hostname', "target.hostname"),
         ("remote:a_part_is_sent_whole", "texts = images[spans[i]], prompts[spans[i]]", "texts = images[: spans[i].stop - spans[i].start], prompts[spans[i]]"),
+        ("remote:a_broken_pipe_says_nothing", "except (BrokenPipeError, ConnectionResetError) as error:", "except ZeroDivisionError as error:"),
         ("remote:any_number_of_bytes", " and size + own <= max_bytes:", ":"),
         ("remote:a_busy_server_is_not_asked_when_it_says", "raise Busy(reason, float(after) if", "raise Busy(reason, 0.0 if"),
     ),

@@ -286,8 +286,9 @@ def test_an_answer_before_the_end_of_the_request_is_read():
             connection.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    with pytest.warns(RuntimeWarning, match="1 of 1 rows"):
-        remote(f"http://127.0.0.1:{listener.getsockname()[1]}", pause=0)(images_of(1), ["a"])
+    large = torch.zeros(1, 10_000, 1000, 3, dtype=torch.uint8)  # more than the sockets hold
+    with pytest.warns(RuntimeWarning, match="1 of 1 rows .*Final: HTTP status 413"):
+        remote(f"http://127.0.0.1:{listener.getsockname()[1]}", pause=0)(large, ["a"])
     listener.close()
     assert len(tries) == 1
 
@@ -479,6 +480,7 @@ def test_an_oversized_body_is_refused_and_the_server_goes_on(served, size):
     with pytest.warns(RuntimeWarning, match="Final: HTTP status 413"):  # and not a broken pipe
         remote(served.url)(large, ["a"])
     assert reward(images_of(4), ["a"]).item() == 5.0
+    assert post(served, bytes(size))[0] == 413  # sent to its end
     status, body = post(served, b"", length="9" * 30)
     assert status == 413
     assert "100000 bytes" in json.loads(body)["error"]
