@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diffrl.checks import require_call, require_count, require_number
-from diffrl.reward_rows import Final, Log, Rows, attempts, report
+from diffrl.reward_rows import Busy, Final, Log, Rows, attempts, report
 from diffrl.types import Reward
 
 CONTENT_TYPE = "application/x-safetensors"
@@ -30,6 +30,20 @@ def encode_request(images: Tensor, prompts: Sequence[str]) -> bytes:
     """The body of a request: see the top of this file."""
     text = torch.frombuffer(bytearray(json.dumps(list(prompts)).encode()), dtype=torch.uint8)
     return save({"images": images.detach().cpu().contiguous(), "prompts": text})
+
+
+def request_rows(images: Tensor, prompts: Sequence[str], *, batch: int, max_bytes: int) -> list[slice]:
+    """The rows of each request, in order: as many as fit into `batch` rows and a body of `max_bytes`, but at least one."""
+    found: list[slice] = []
+    size = 0
+    for row, prompt in enumerate(prompts):
+        own = images[row].numel() + len(json.dumps(prompt)) + 2  # a byte per number; the comma between two prompts
+        if found and row - found[-1].start < batch and size + own <= max_bytes:
+            found[-1], size = slice(found[-1].start, row + 1), size + own
+        else:
+            found.append(slice(row, row + 1))
+            size = own + 512  # what safetensors puts in front, less than 300 bytes, and the brackets
+    return found
 
 
 def decode_request(body: bytes) -> tuple[Tensor, list[str]]:
@@ -81,19 +95,28 @@ def _address(url: str) -> SplitResult:
 
 def _post(target: SplitResult, body: bytes, headers: Mapping[str, str], *, timeout: float, limit: int) -> bytes:
     """The reply to one POST. Raises what the connection does, RuntimeError for another status than 200 (`Final` where
-    another try would get the same) and ValueError for more than `limit` bytes."""
+    another try would get the same, `Busy` for 503) and ValueError for more than `limit` bytes."""
     kind = http.client.HTTPSConnection if target.scheme == "https" else http.client.HTTPConnection
     connection = kind(target.hostname or "", target.port, timeout=timeout)
     path = (target.path or "/") + (f"?{target.query}" if target.query else "")
     try:
-        connection.request("POST", path, body, {"Content-Type": CONTENT_TYPE, **headers})
-        reply = connection.getresponse()
+        try:
+            connection.request("POST", path, body, {"Content-Type": CONTENT_TYPE, **headers})
+            reply = connection.getresponse()
+        except (BrokenPipeError, ConnectionResetError) as error:  # it stopped listening: it may have said why
+            try:
+                reply = connection.getresponse()
+            except Exception:
+                raise error from None
         data = reply.read(limit + 1)
     finally:
         connection.close()
     if reply.status != 200:
-        kind_of_error = Final if 300 <= reply.status < 500 and reply.status not in (408, 429) else RuntimeError
-        raise kind_of_error(f"HTTP status {reply.status} {reply.reason}: {data[:200].decode('utf-8', 'replace')}")
+        reason = f"HTTP status {reply.status} {reply.reason}: {data[:200].decode('utf-8', 'replace')}"
+        if reply.status == 503:
+            after = reply.getheader("Retry-After", "")  # a date, which it may also be, is as good as none
+            raise Busy(reason, float(after) if after.isascii() and after.isdigit() else 0.0)
+        raise (Final if 300 <= reply.status < 500 and reply.status not in (408, 429) else RuntimeError)(reason)
     if len(data) > limit:
         raise ValueError(f"the reply is longer than {limit} bytes")
     return data
@@ -106,6 +129,7 @@ def remote(
     retries: int = 2,
     pause: float = 0.5,
     batch: int = 32,
+    max_bytes: int = 2**27,
     workers: int = 2,
     headers: Mapping[str, str] | None = None,
     log: Log | None = None,
@@ -114,7 +138,8 @@ def remote(
 
     A request that finds no server, is answered with an error or by anything malformed, or has no whole answer in time, is
     sent again `retries` times after growing pauses (an answer of the kind 3xx or 4xx is final, but for 408 and 429); then
-    its rows are nan, and counted together with those that the server counted. The call returns within about
+    its rows are nan, and counted together with those that the server counted. A server that is busy (503) is asked again,
+    not before the seconds of its Retry-After, as long as the call lasts. The call returns within about
     timeout (retries + 1), whatever the server does. Redirects and proxies are not followed.
 
     Args:
@@ -122,7 +147,8 @@ def remote(
         timeout: seconds per try, > 0.
         retries: further tries, >= 0.
         pause: seconds before the second try, doubled before each further one, >= 0.
-        batch: rows per request, >= 1.
+        batch: rows per request at most, >= 1.
+        max_bytes: of a request with several rows at most; below the server's limit (by default 2**28), or it refuses.
         workers: requests at a time, >= 1.
         headers: sent with every request, for instance Authorization.
         log: see `reward_rows.report`.
@@ -138,35 +164,35 @@ def remote(
     require_number("pause", pause, low=0)
     require_count("retries", retries, low=0)
     require_count("batch", batch)
+    require_count("max_bytes", max_bytes)
     require_count("workers", workers)
     sent = dict(headers or {})
 
     def call(images: Tensor, prompts: Sequence[str]) -> Tensor:
         require_call("remote", images, prompts)
-        starts = list(range(0, len(prompts), batch))
+        spans = request_rows(images, prompts, batch=batch, max_bytes=max_bytes)
 
         def ask(i: int) -> tuple[list[float], int]:
-            part, texts = images[starts[i] : starts[i] + batch], prompts[starts[i] : starts[i] + batch]
+            part, texts = images[spans[i]], prompts[spans[i]]
             limit = 4096 + 64 * len(texts)  # a number takes up to 24 characters
-            body = encode_request(part, texts)
-            return decode_reply(_post(target, body, sent, timeout=timeout, limit=limit), len(texts))
+            reply = _post(target, encode_request(part, texts), sent, timeout=timeout, limit=limit)
+            return decode_reply(reply, len(texts))
 
-        found = attempts(len(starts), ask, workers=workers, timeout=timeout, retries=retries, pause=pause)
-        return report("remote", _joined(found, starts, len(prompts), batch), log)
+        found = attempts(len(spans), ask, workers=workers, timeout=timeout, retries=retries, pause=pause)
+        return report("remote", _joined(found, spans, len(prompts)), log)
 
     return call
 
 
-def _joined(found: Sequence[Any], starts: Sequence[int], rows: int, batch: int) -> Rows:
+def _joined(found: Sequence[Any], spans: Sequence[slice], rows: int) -> Rows:
     """Answers of requests, in order -> the rows they are about."""
     values, failed, first = torch.full((rows,), torch.nan), 0, None
-    for start, answer in zip(starts, found, strict=True):
-        size = min(batch, rows - start)
+    for span, answer in zip(spans, found, strict=True):
         if isinstance(answer, Exception):
-            failed, first = failed + size, first or answer
+            failed, first = failed + span.stop - span.start, first or answer
             continue
         numbers, missing = answer
-        values[start : start + size] = torch.tensor(numbers)
+        values[span] = torch.tensor(numbers)
         if missing:
             failed, first = failed + missing, first or RuntimeError(f"the server could not score {missing} rows")
     return Rows(values, failed, first)

@@ -20,6 +20,14 @@ class Final(Exception):
     """A failure that another try cannot mend."""
 
 
+class Busy(RuntimeError):
+    """Not now: worth another try after so many seconds, as often as there is time for."""
+
+    def __init__(self, reason: str, after: float = 0.0):
+        super().__init__(reason)
+        self.after = after
+
+
 class Rows(NamedTuple):
     """values: float32 " b", nan where a row failed; failed: how many did; error: the first reason, None where none did."""
 
@@ -80,7 +88,8 @@ def attempts(
     """run(0) ... run(tasks - 1), `workers` at a time -> results in order; an exception stands for a task that failed.
 
     A task that raises, or has no result after `timeout` seconds, is tried again `retries` times, after pauses of `pause`,
-    2 `pause`, 4 `pause` ... seconds; one that raises `Final` is not. The whole call ends after timeout (retries + 1)
+    2 `pause`, 4 `pause` ... seconds; one that raises `Final` is not, and `Busy`, after at least as long as it says, is no
+    try: it is repeated as long as the call lasts. The whole call ends after timeout (retries + 1)
     seconds: tasks without a result by then have failed. A thread whose time is up is left to itself: it is a daemon,
     which does not keep the interpreter alive, and what it still returns is dropped.
     """
@@ -101,10 +110,12 @@ def attempts(
     def settle(own: int, result: Any) -> None:
         task, tries, _ = running.pop(own)
         results[task] = result
-        if isinstance(result, Exception) and not isinstance(result, Final) and tries < retries:
+        if isinstance(result, Busy):  # never at once, or it would be asked all the time
+            heapq.heappush(waiting, (time.monotonic() + max(result.after, pause, 0.05), task, tries))
+        elif isinstance(result, Exception) and not isinstance(result, Final) and tries < retries:
             heapq.heappush(waiting, (time.monotonic() + pause * 2**tries, task, tries + 1))
 
-    while (waiting or running) and (now := time.monotonic()) < deadline:
+    while (running or (waiting and waiting[0][0] < deadline)) and (now := time.monotonic()) < deadline:
         while waiting and waiting[0][0] <= now and len(running) < workers:
             _, task, tries = heapq.heappop(waiting)
             running[ticket] = (task, tries, now + timeout)

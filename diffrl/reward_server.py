@@ -6,15 +6,18 @@ time. There is no authentication and no encryption: serve where only those who m
 """
 
 import argparse
+import io
 import json
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from typing import Any
 
 from diffrl.checks import require_count, require_number
 from diffrl.remote_rewards import decode_request, encode_reply
@@ -53,31 +56,59 @@ class RewardServer(ThreadingHTTPServer):
         return encode_reply(rows.values.tolist(), rows.failed)
 
 
+class _Arriving(io.RawIOBase):
+    """What a connection brings within so many seconds in all, then TimeoutError, even if a byte drips in now and then."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self.connection, self.end = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    """One request per connection. Errors are JSON, {"error": reason}."""
+    """One request per connection, all of it (line, headers, body, or what of it is discarded) within the server's patience.
+    Errors are JSON, {"error": reason}."""
 
     server: RewardServer
 
     def setup(self) -> None:
         super().setup()
-        self.connection.settimeout(self.server.patience)  # a connection that is silent for so long ends
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Arriving(self.connection, self.server.patience))
 
     def log_message(self, format: str, *args: object) -> None:  # one line per request would bury what failed
         pass
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.connection.settimeout(self.server.patience)  # what was left for the request is not for the answer
         try:
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            if self.command != "HEAD":
+                self.wfile.write(body)
         except OSError:  # the other side did not wait: nobody to answer
             self.close_connection = True
 
-    def _refuse(self, status: int, reason: str) -> None:
-        self._answer(status, json.dumps({"error": reason}).encode())
+    def _refuse(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
+        self._answer(status, json.dumps({"error": reason}).encode(), headers)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the standard library refuses, a strange method or a malformed request, in JSON like everything else."""
+        self.request_version = "HTTP/1.0"  # not known where the line is malformed; without one there would be no status
+        self._refuse(code, message or HTTPStatus(code).phrase)
 
     def do_GET(self) -> None:
         """Says that the server is there."""
@@ -93,9 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(411, f"Content-Length must be a number, got {given!r:.40}")
         if len(given) > 18 or int(given) > self.server.max_bytes:
             self._refuse(413, f"the body may have {self.server.max_bytes} bytes, not {given:.40}")
-            return self._discard(self.server.max_bytes)
+            return self._discard(int(given[:18]))
         if not self.server.places.acquire(blocking=False):
-            self._refuse(503, "too many requests at a time")
+            self._refuse(503, "too many requests at a time", {"Retry-After": "1"})
             return self._discard(int(given))
         try:
             body = self._received(int(given))
@@ -111,17 +142,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, answer)
 
     def _received(self, size: int) -> bytes:
-        """Up to `size` bytes. TimeoutError: they take longer than the server has patience, even if one drips in now and then."""
-        end, parts = time.monotonic() + self.server.patience, []
+        """Up to `size` bytes. TimeoutError: the request takes longer than the server has patience."""
+        parts = []
         while size > 0 and (part := self.rfile.read1(min(size, 2**20))):
             parts.append(part)
             size -= len(part)
-            if size and time.monotonic() > end:
-                raise TimeoutError
         return b"".join(parts)
 
     def _discard(self, most: int) -> None:
-        """Reads up to so many bytes of a refused body: a client that is still sending would not see the answer."""
+        """Reads up to so many bytes of a refused body, as long as the request has time: a client that is still sending when
+        the connection closes would see a broken pipe instead of the answer."""
         try:
             while most > 0 and (part := self.rfile.read1(min(most, 2**16))):
                 most -= len(part)
@@ -144,9 +174,9 @@ def serve(
         reward: asked by one request at a time.
         host: an address of this machine; the default is reached from this machine only.
         port: 0: any free one, see `RewardServer.url`.
-        max_bytes: of a request's body, which is held in memory (a 512 x 512 image has 786,432); more is refused unread.
-        patience: seconds that a request may take to arrive, > 0.
-        requests: bodies held at a time; further ones are answered 503, after which `remote` tries again.
+        max_bytes: of a request's body, which is held in memory (a 512 x 512 image has 786,432); more is refused and not kept.
+        patience: seconds that a request may take to arrive, from its first line to the end of its body, > 0.
+        requests: bodies held at a time; further ones are answered 503 and Retry-After, and `remote` tries again.
 
     Raises:
         ValueError: a reward that cannot be called, an option outside its range. OSError: the address cannot be bound.
@@ -185,12 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (default: 8000)")
     parser.add_argument("--max-megabytes", type=int, default=256, help="of one request (default: 256)")
+    parser.add_argument("--requests", type=int, default=4, help="held at a time; further ones wait (default: 4)")
     parser.add_argument("--device", default="cpu", help="of a named reward's model (default: cpu)")
     parser.add_argument("--threads", type=int, default=2, help="of the OCR engine (default: 2)")
     options = parser.parse_args(arguments)
     try:
         reward = served_reward(options.reward, threads=options.threads, device=options.device)
-        server = serve(reward, host=options.host, port=options.port, max_bytes=options.max_megabytes * 2**20)
+        limits = {"max_bytes": options.max_megabytes * 2**20, "requests": options.requests}
+        server = serve(reward, host=options.host, port=options.port, **limits)
     except (ValueError, ImportError, OSError) as error:
         print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffrl.checks import promote, require_call, require_count, require_number
 from diffrl.guidance import pair_labels
-from diffrl.reward_rows import Log, Rows, attempts, one_number_each, report
+from diffrl.reward_rows import Log, Rows, attempts, one_number_each, report, score_rows
 from diffrl.types import Reward
 
 # ---- sums -------------------------------------------------------------------------------------------------------------
@@ -28,11 +28,19 @@ class WeightedSum(NamedTuple):
 
     rewards: Mapping[str, Reward]
     weights: tuple[float, ...]
+    log: Log | None = None
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """images, one prompt each -> float " b"."""
-        each = [torch.as_tensor(reward(images, prompts)) for reward in self.rewards.values()]
-        return self.total(torch.stack(promote(*each), dim=1))
+        """images UInt8 " b h w 3" or " b f h w 3", one prompt each -> float32 " b" on the CPU, without gradient.
+
+        Rows for which a member raises are nan, and reported once for each such member. ValueError: a malformed call, a
+        member that returns anything but one number per row.
+        """
+        require_call("weighted_sum", images, prompts)
+        parts = []
+        for name, reward in self.rewards.items():
+            parts.append(report(f"weighted_sum: {name}", _member_rows(name, reward, images, prompts), self.log))
+        return self.total(torch.stack(parts, dim=1))
 
     def total(self, parts: Tensor) -> Tensor:
         """parts " b j" -> sum_j w_j parts_j " b", nan where any part is not finite."""
@@ -48,12 +56,15 @@ def weighted_sum(
     Args:
         rewards: rewards by name, or, without `weights`, pairs (weight, reward) by name.
         weights: finite numbers by the same names; None: 1 each, or those of the pairs.
-        log: called as log(name, values " b") once for each member and call.
+        log: called as log(name, values " b") once for each call of a member (which is asked again row by row where it
+            raises), and see `reward_rows.report`.
 
     Raises:
         ValueError: no rewards, other names, a member that cannot be called, a weight that is no finite number.
 
-    >>> weighted_sum({"a": lambda i, p: torch.ones(1), "b": lambda i, p: torch.ones(1)}, {"a": 2, "b": -1})(None, ["x"])
+    >>> one = lambda images, prompts: torch.ones(1)
+    >>> images = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+    >>> weighted_sum({"a": one, "b": one}, {"a": 2, "b": -1})(images, ["x"])
     tensor([1.])
     """
     if not isinstance(rewards, Mapping) or not rewards:
@@ -70,7 +81,25 @@ def weighted_sum(
         raise ValueError(f"weights {sorted(weights)} must have the names of the rewards {sorted(rewards)}")
     given = dict.fromkeys(rewards, 1.0) if weights is None else weights
     members = dict(rewards) if log is None else {name: partial(_logged, log, name, r) for name, r in rewards.items()}
-    return WeightedSum(members, tuple(require_number(f"weights[{n!r}]", given[n]) for n in rewards))
+    return WeightedSum(members, tuple(require_number(f"weights[{n!r}]", given[n]) for n in rewards), log)
+
+
+def _member_rows(name: str, reward: Reward, images: Tensor, prompts: Sequence[str]) -> Rows:
+    """`score_rows` of one member, but for values that are not one number per row: those are a mistake, not a failure."""
+    wrong: list[Exception] = []
+
+    def score(part: Tensor, texts: Sequence[str]) -> Tensor:
+        values = reward(part, texts)
+        try:
+            return one_number_each(values, len(part))
+        except Exception as error:
+            wrong.append(error)
+            raise
+
+    rows = score_rows(score, images, prompts, batch=max(len(prompts), 1))
+    if wrong:
+        raise ValueError(f"weighted_sum: rewards[{name!r}]: {wrong[0]}") from wrong[0]
+    return rows
 
 
 def _logged(log: Log, name: str, reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:

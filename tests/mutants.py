@@ -1009,6 +1009,7 @@ SCORER_MUTANTS = [
         ("reward_rows:one_try_less", "and tries < retries:", "and tries < retries - 1:"),
         ("reward_rows:pauses_do_not_grow", "pause * 2**tries", "pause"),
         ("reward_rows:a_hung_row_keeps_its_worker", "ends = [deadline, *(end for _, _, end in running.values())]", "running = {k: (a, b, deadline) for k, (a, b, _) in running.items()}\n        ends = [deadline]"),
+        ("reward_rows:busy_counts_as_a_try", "if isinstance(result, Busy):", "if False:"),
         ("reward_rows:final_failures_are_repeated", "not isinstance(result, Final) and", ""),
     ),
     *mutants_of(
@@ -1028,6 +1029,9 @@ SCORER_MUTANTS = [
         ("reward_tools:asked_in_one_order", "compare(a, b, prompt), compare(b, a, prompt)", "compare(a, b, prompt), {\"a\": \"b\", \"b\": \"a\"}.get(compare(a, b, prompt), \"tie\")"),
         ("reward_tools:disagreement_has_a_winner", "return scores[there] if scores[there] == 1 - scores[back] else 0.5", "return scores[there]"),
         ("reward_tools:groups_of_several_prompts", " or any(len(set(prompts[i : i + k])) > 1 for i in range(0, len(prompts), k))", ""),
+        ("reward_tools:wrong_shapes_are_failures", "    if wrong:\n", "    if False:\n"),
+        ("reward_tools:a_sum_takes_any_call", 'require_call("weighted_sum", images, prompts)', "pass"),
+        ("reward_tools:failures_of_members_are_silent", '_member_rows(name, reward, images, prompts), self.log)', '_member_rows(name, reward, images, prompts)._replace(failed=0), self.log)'),
         ("reward_tools:pairs_are_columns", "scores.reshape(-1, group_size), generator", "scores.reshape(group_size, -1).T, generator"),
     ),
     *mutants_of(
@@ -1050,7 +1054,10 @@ SCORER_MUTANTS = [
         ("remote:client_errors_are_repeated", "300 <= reply.status < 500", "400 <= reply.status < 400"),
         ("remote:servers_failures_are_not_counted", "        if missing:\n", "        if False:\n"),
         ("remote:any_address", 'target.scheme in ("http", "https") and target.hostname', "target.hostname"),
-        ("remote:a_part_is_sent_whole", "texts = images[starts[i] : starts[i] + batch], prompts[starts[i] : starts[i] + batch]", "texts = images[:batch][: len(prompts) - starts[i]], prompts[starts[i] : starts[i] + batch]"),
+        ("remote:a_part_is_sent_whole", "texts = images[spans[i]], prompts[spans[i]]", "texts = images[: spans[i].stop - spans[i].start], prompts[spans[i]]"),
+        ("remote:a_broken_pipe_says_nothing", "except (BrokenPipeError, ConnectionResetError) as error:", "except ZeroDivisionError as error:"),
+        ("remote:any_number_of_bytes", " and size + own <= max_bytes:", ":"),
+        ("remote:a_busy_server_is_not_asked_when_it_says", "raise Busy(reason, float(after) if", "raise Busy(reason, 0.0 if"),
     ),
     *mutants_of(
         "reward_server.py",
@@ -1058,7 +1065,11 @@ SCORER_MUTANTS = [
         ("reward_server:any_size", "if len(given) > 18 or int(given) > self.server.max_bytes:", "if len(given) > 18:"),
         ("reward_server:requests_side_by_side", "        with self.alone:\n", "        if True:\n"),
         ("reward_server:places_are_not_given_back", "self.server.places.release()  #", "pass  #"),
-        ("reward_server:endless_patience", "            if size and time.monotonic() > end:\n", "            if False:\n"),
+        ("reward_server:endless_patience", "left = self.end - time.monotonic()", "left = 120.0"),
+        ("reward_server:a_refused_body_is_cut_off", "return self._discard(int(given[:18]))", "return self._discard(self.server.max_bytes)"),
+        ("reward_server:busy_without_a_time", ', {"Retry-After": "1"})', ")"),
+        ("reward_server:refusals_in_html", "def send_error(self,", "def send_error_in_json(self,"),
+        ("reward_server:four_requests", '"requests": options.requests}', '"requests": 4}'),
     ),
     *mutants_of(
         "reward_names.py",

@@ -1,6 +1,7 @@
 """A reward over HTTP, end to end on this machine: values, servers that hang, fail, lie or flood, and clients that do."""
 
 import http.client
+import inspect
 import json
 import math
 import socket
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffrl.remote_rewards import decode_reply, decode_request, encode_reply, encode_request
+from diffrl.remote_rewards import decode_reply, decode_request, encode_reply, encode_request, request_rows
 from diffrl.reward_server import RewardServer, main, serve, served_reward
 from diffrl.rewards import remote
 
@@ -116,10 +117,45 @@ def test_addresses_that_are_none_are_refused(url):
         remote(url)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"retries": -1}, {"pause": -1}, {"batch": 0}, {"workers": 0}])
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"retries": -1}, {"pause": -1}, {"batch": 0}, {"max_bytes": 0}, {"workers": 0}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         remote("http://host", **options)
+
+
+# ---- requests of bounded size
+
+
+@given(st.lists(st.text(max_size=60), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 3000))
+def test_requests_have_all_rows_in_order_and_no_more_bytes_than_they_may(prompts, batch, max_bytes):
+    images = torch.zeros(len(prompts), 5, 7, 3, dtype=torch.uint8)
+    spans = request_rows(images, prompts, batch=batch, max_bytes=max_bytes)
+    assert [row for span in spans for row in range(len(prompts))[span]] == list(range(len(prompts)))
+    for span in spans:
+        assert 1 <= len(prompts[span]) <= batch
+        assert len(prompts[span]) == 1 or len(encode_request(images[span], prompts[span])) <= max_bytes
+
+
+def test_videos_of_the_recipes_fit_into_the_servers_default():
+    videos = torch.zeros(1, 1, 1, 1, 1, dtype=torch.uint8).expand(32, 53, 320, 512, 3)
+    most = inspect.signature(remote).parameters["max_bytes"].default
+    assert most < inspect.signature(serve).parameters["max_bytes"].default < videos.numel()
+    spans = request_rows(videos, ["x" * 200] * 32, batch=32, max_bytes=most)
+    assert [span.stop - span.start for span in spans] == [5] * 6 + [2]
+
+
+def test_more_bytes_than_a_request_may_have_are_several_requests(served):
+    videos, prompts = (
+        torch.arange(24, dtype=torch.uint8)[:, None, None, None, None].expand(24, 5, 32, 50, 3),
+        ["x"] * 24,
+    )
+    counts = Counts()  # 24,000 bytes each, four of them are what the server takes
+    assert torch.equal(remote(served.url, max_bytes=99_000, log=counts)(videos, prompts), brightness(videos, prompts))
+    assert counts == []
+    with pytest.warns(RuntimeWarning, match=r"24 of 24 rows .*HTTP status 413"):
+        remote(served.url)(videos, prompts)
 
 
 # ---- servers that are not there, hang, fail, lie or flood
@@ -192,7 +228,7 @@ def test_a_server_that_drips_its_answer_hangs_too():
     assert counts == [("failed", 1)]
 
 
-@pytest.mark.parametrize(("status", "requests"), [(500, 3), (503, 3), (429, 3), (404, 1), (413, 1), (302, 1)])
+@pytest.mark.parametrize(("status", "requests"), [(500, 3), (429, 3), (404, 1), (413, 1), (302, 1)])
 def test_errors_are_tried_again_unless_they_are_final(status, requests):
     counts = Counts()
     with strange(lambda h, b, n: reply(h, status, b"no", Location="http://127.0.0.1:9/")) as server:
@@ -201,6 +237,60 @@ def test_errors_are_tried_again_unless_they_are_final(status, requests):
         assert counts == [("failed", 2)]
         with pytest.warns(RuntimeWarning, match=f"HTTP status {status} .*: no"):
             remote(server.url, retries=0)(images_of(1), ["a"])
+
+
+def test_a_busy_server_costs_no_rows_and_is_asked_when_it_says():
+    times = []
+
+    def answer(handler, body, n):
+        times.append(time.monotonic())
+        if n < 6:
+            return reply(
+                handler, 503, b"", **({"Retry_After": "1"} if n == 1 else {"Retry_After": "Mon, 1"} if n == 2 else {})
+            )
+        return reply(handler, 200, encode_reply([7.0], 0))
+
+    with strange(answer) as server:
+        assert remote(server.url, retries=0, pause=0.001)(images_of(1), ["a"]).item() == 7.0
+    assert times[1] - times[0] >= 1
+    assert len(times) == 6
+
+
+def test_a_server_that_stays_busy_costs_the_time_of_the_call():
+    counts = Counts()
+    with strange(lambda h, b, n: reply(h, 503, b"full")) as server:
+        began = time.monotonic()
+        assert remote(server.url, timeout=0.3, retries=1, log=counts, pause=0)(images_of(1), ["a"]).isnan().all()
+        assert time.monotonic() - began < 6
+        assert len(server.asked) > 2
+        with pytest.warns(RuntimeWarning, match="HTTP status 503 .*: full"):
+            remote(server.url, timeout=0.2, retries=0)(images_of(1), ["a"])
+    assert counts == [("failed", 1)]
+
+
+def test_an_answer_before_the_end_of_the_request_is_read():
+    """From a server that closes at once, the sender sees a broken pipe; the reason is there all the same."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    tries = []
+
+    def answer():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            tries.append(connection.recv(100))
+            connection.sendall(b"HTTP/1.0 413 no\r\nContent-Length: 2\r\n\r\nno")
+            connection.shutdown(socket.SHUT_WR)
+            time.sleep(0.1)
+            connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    large = torch.zeros(1, 10_000, 1000, 3, dtype=torch.uint8)  # more than the sockets hold
+    with pytest.warns(RuntimeWarning, match="1 of 1 rows .*Final: HTTP status 413"):
+        remote(f"http://127.0.0.1:{listener.getsockname()[1]}", pause=0)(large, ["a"])
+    listener.close()
+    assert len(tries) == 1
 
 
 def test_a_server_that_recovers_is_believed_and_one_bad_request_costs_its_rows_alone():
@@ -380,14 +470,17 @@ def test_the_server_says_that_it_is_there_and_refuses_the_rest(served):
     assert post(served, encode_request(images_of(1), ["a"]))[0] == 200  # and goes on
 
 
-@pytest.mark.parametrize("size", [100_001, 5_000_000])
+@pytest.mark.parametrize("size", [100_001, 30_000_000])
 def test_an_oversized_body_is_refused_and_the_server_goes_on(served, size):
     counts = Counts()
     reward = remote(served.url, pause=0.001, log=counts)
     large = torch.zeros(1, size // 3 + 1, 1, 3, dtype=torch.uint8)
     assert reward(large, ["a"]).isnan().all()
     assert counts == [("failed", 1)]
+    with pytest.warns(RuntimeWarning, match="Final: HTTP status 413"):  # and not a broken pipe
+        remote(served.url)(large, ["a"])
     assert reward(images_of(4), ["a"]).item() == 5.0
+    assert post(served, bytes(size))[0] == 413  # sent to its end
     status, body = post(served, b"", length="9" * 30)
     assert status == 413
     assert "100000 bytes" in json.loads(body)["error"]
@@ -415,12 +508,36 @@ def test_a_body_that_ends_early_is_refused():
         gone.close()
 
 
-def test_a_body_that_drips_in_is_not_waited_for():
+def test_what_is_neither_get_nor_post_is_refused_in_json(served):
+    for sent, status in (
+        (b"DELETE / HTTP/1.0", b"501"),
+        (b"what", b"400"),
+        (b"GET / HTTP/9.9", b"505"),
+        (b"HEAD / HTTP/1.0", b"501"),
+    ):
+        with socket.create_connection(served.server_address[:2], timeout=20) as connection:
+            connection.sendall(sent + b"\r\n\r\n")
+            head, _, body = connection.makefile("rb").read().rpartition(b"\r\n")
+        assert head.split()[1] == status
+        assert b"application/json" in head
+        assert body == b"" if sent.startswith(b"HEAD") else set(json.loads(body)) == {"error"}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"POST / HTTP/1.0\r\nX: ",
+        b"POST / HTTP/1.0\r\nContent-Length: 100000\r\n\r\n",
+        b"POST / HTTP/1.0\r\nContent-Length: 99999999999\r\n\r\n",
+    ],
+    ids=["headers", "body", "discarded"],
+)
+def test_a_request_that_drips_in_is_not_waited_for(start):
     with running(serve(brightness, patience=0.4)) as server:
         slow = socket.create_connection(server.server_address[:2], timeout=20)
-        slow.sendall(b"POST / HTTP/1.0\r\nContent-Length: 100000\r\n\r\n")
+        slow.sendall(start)
         began, closed = time.monotonic(), False
-        while not closed and time.monotonic() - began < 15:
+        while not closed and time.monotonic() - began < 8:
             try:
                 slow.sendall(b"x")
                 time.sleep(0.05)
@@ -443,7 +560,11 @@ def test_too_many_requests_at_a_time_are_sent_away():
         first = threading.Thread(target=lambda: answers.append(post(server, body)), daemon=True)
         first.start()
         assert entered.wait(20)
-        assert post(server, body)[0] == 503
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+        connection.request("POST", "/", body)
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+        connection.close()
         release.set()
         first.join(20)
         assert answers == [(200, encode_reply([2.0], 0))]
@@ -530,11 +651,28 @@ def test_the_command_refuses_in_one_line(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        for words in (["beauty"], ["jpeg_compressibility", "--port", "-1"], ["jpeg_compressibility", "--port", port]):
+        for words in (
+            ["beauty"],
+            ["jpeg_compressibility", "--requests", "0"],
+            ["jpeg_compressibility", "--port", port],
+        ):
             assert main(words) == 2
             error = capsys.readouterr().err
             assert error.startswith("python -m diffrl.reward_server: error: ")
             assert error.count("\n") == 1
+
+
+def test_the_command_passes_its_limits_on(monkeypatch, capsys):
+    given_ = {}
+
+    def bound(reward, **options):
+        given_.update(options)
+        raise OSError("enough")
+
+    monkeypatch.setattr("diffrl.reward_server.serve", bound)
+    assert main(["jpeg_compressibility", "--requests", "9", "--max-megabytes", "3"]) == 2
+    assert (given_["requests"], given_["max_bytes"]) == (9, 3 * 2**20)
+    assert "enough" in capsys.readouterr().err
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path):

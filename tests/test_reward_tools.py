@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffrl.reward_rows import Final, attempts
+from diffrl.reward_rows import Busy, Final, attempts
 from diffrl.rewards import WeightedSum, cached, in_threads, judged, preference, weighted_sum
 
 NAN = math.nan
@@ -50,6 +50,42 @@ def test_pairs_of_weight_and_reward_are_a_weighted_sum_and_each_member_is_logged
             weighted_sum(pairs)
     with pytest.raises(ValueError, match="callable"):
         weighted_sum({"a": (1.0, brightness)}, {"a": 1.0})
+
+
+def fails_on_two(images, prompts):
+    if bool((images == 2).any()):
+        raise RuntimeError("cannot look at 2")
+    return brightness(images, prompts)
+
+
+def test_a_member_that_raises_costs_its_rows_alone_and_is_counted():
+    events = []
+    members = {"fine": (10.0, brightness), "picky": (1.0, fails_on_two)}
+    reward = weighted_sum(members, log=lambda *event: events.append(event))
+    assert same(reward(images_of(1, 2, 3, 255), list("abcd")), [11.0, NAN, 33.0, NAN])
+    assert [value for name, value in events if name == "failed"] == [1]  # what has no score has not failed
+    events.clear()
+    reward(images_of(1, 3), ["a", "b"])
+    assert [name for name, _ in events] == ["fine", "picky"]
+    with pytest.warns(RuntimeWarning, match=r"weighted_sum: picky: 2 of 2 rows .*RuntimeError: cannot look at 2"):
+        assert weighted_sum(members)(images_of(2, 2), ["a", "b"]).isnan().all()
+
+
+def test_a_sum_refuses_malformed_calls_and_members():
+    reward = weighted_sum({"a": brightness})
+    assert reward(images_of(1, 2)[:0], []).shape == (0,)
+    assert reward(images_of(1, 2)[:, None], ["a", "b"]).tolist() == [1.0, 2.0]  # videos of one frame
+    for images, prompts, message in (
+        (images_of(1, 2), ["a"], "2 images .* but 1 prompts"),
+        (images_of(1).float(), ["a"], r"got torch\.float32"),
+        (images_of(1)[0], ["a"], r"got torch\.uint8 \(2, 2, 3\)"),
+        (images_of(1), "a", "sequence of strings"),
+    ):
+        with pytest.raises(ValueError, match=f"weighted_sum: .*{message}"):
+            reward(images, prompts)
+    for values, message in ((torch.ones(1), r"shape \(1,\)"), (torch.ones(2, 1), r"shape \(2, 1\)"), ("ab", "")):
+        with pytest.raises(ValueError, match=rf"weighted_sum: rewards\['odd'\]: .*{message}"):
+            weighted_sum({"fine": brightness, "odd": lambda i, p, v=values: v})(images_of(1, 2), ["a", "b"])
 
 
 # ---- preferences
@@ -343,6 +379,34 @@ def test_a_late_answer_is_dropped():
         return "in time"
 
     assert attempts(1, run, workers=2, timeout=0.5, retries=2, pause=0.0) == ["in time"]
+
+
+def test_who_is_busy_is_asked_again_as_long_as_there_is_time():
+    times = []
+
+    def run(task):
+        times.append(time.monotonic())
+        if len(times) < 5:
+            raise Busy("not now", 0.2 if len(times) == 1 else 0.0)
+        return "done"
+
+    assert attempts(1, run, workers=1, timeout=20, retries=0, pause=0.0) == ["done"]
+    assert times[1] - times[0] >= 0.2
+    assert min(b - a for a, b in zip(times, times[1:])) >= 0.05  # noqa: RUF007
+    times.clear()
+    began = time.monotonic()
+    (result,) = attempts(1, lambda task: times.append(0) or run_busy(), workers=1, timeout=0.2, retries=1, pause=0.01)
+    assert isinstance(result, Busy)
+    assert 2 < len(times) < 10
+    assert 0.3 < time.monotonic() - began < 5
+    began = time.monotonic()
+    (result,) = attempts(1, lambda task: run_busy(3600), workers=1, timeout=30, retries=0, pause=0.0)
+    assert isinstance(result, Busy)
+    assert time.monotonic() - began < 5  # no time is left then: it need not be waited for
+
+
+def run_busy(after: float = 0.0):
+    raise Busy("never", after)
 
 
 def test_pauses_grow_and_a_final_failure_is_not_repeated():
