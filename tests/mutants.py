@@ -39,6 +39,11 @@ def mutants_of(file: str, tests: str, *rows: tuple[str, str, str]) -> list[Mutan
 
 
 CHECKS = mutants_of(
+    "numbers.py",
+    "test_checks.py",
+    ("open_interval_closed", "or (open_low and number == low)", ""),
+    ("a_bool_is_a_count", "None if isinstance(value, bool) else operator.index(value)", "operator.index(value)"),
+) + mutants_of(
     "checks.py",
     "test_checks.py",
     (
@@ -49,8 +54,6 @@ CHECKS = mutants_of(
     ("equal_times_accepted", "(then < now).all()", "(then <= now + 1e-9).all()"),
     ("negative_time_accepted", "((value >= 0) & (value <= 1)).all()", "(value <= 1).all()"),
     ("half_not_promoted", "    dtype = torch.float32\n", "    dtype = torch.bfloat16\n"),
-    ("open_interval_closed", "or (open_low and number == low)", ""),
-    ("a_bool_is_a_count", "None if isinstance(value, bool) else operator.index(value)", "operator.index(value)"),
     (
         "shapes_may_broadcast",
         "if len({tuple(x.shape) for x in tensors.values()}) != 1:",

@@ -18,9 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 
 FLOORS = {
-    **dict.fromkeys(("version", "types", "checks"), 0),
+    **dict.fromkeys(("version", "types", "checks", "numbers"), 0),
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
     **dict.fromkeys(("directions", "conflicts", "diversity"), 1),
+    **dict.fromkeys(("schedules", "partitions", "costs", "simulation", "lending", "presets"), 1),
     **dict.fromkeys(("quant", "trust_region", "rewards", "models", "families"), 2),
     **dict.fromkeys(("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions"), 3),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
