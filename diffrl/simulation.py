@@ -7,7 +7,7 @@ On-policy steps start from an idle machine, so each is played on a clock of its 
 import heapq
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, no_type_check
 
 from diffrl.costs import CostModel
 from diffrl.lending import bts_search
@@ -33,6 +33,7 @@ def tcss_admit(*, step: int, published: int, index: int, stale: int) -> bool:
     return published == step or (published == step - 1 and index < stale)
 
 
+@no_type_check  # hot
 class _Rewards:
     """One FIFO of reward workers: a fragment goes to the lowest free one, else to the one that is free first."""
 
@@ -61,6 +62,7 @@ class _Rewards:
         return tuple(sorted([0.0] * len(self.idle) + [max(0.0, free - now) for free, _ in self.busy]))
 
 
+@no_type_check  # hot
 class _Batch:
     """The fragments of one global step: how far they are claimed, scored and trained."""
 
@@ -88,6 +90,7 @@ class _Batch:
                         heapq.heappush(self.trainable, (self.ready[other], other))
 
 
+@no_type_check  # hot
 class _Split:
     """Two pools. `origin` + local time is the trace's clock; `now` is the trainer's local time."""
 
