@@ -34,9 +34,10 @@ lint: $(VENV)/.lint $(VENV)/.test
 mutants: $(VENV)/.test  ## break the code in named ways; the suite must notice every one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs 2
 
-bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm
+bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm; schedules, simulated
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python benchmarks/schedules.py
 
 figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
 	$(BIN)/python benchmarks/demo.py

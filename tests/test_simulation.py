@@ -203,6 +203,8 @@ def test_makespan_grows_with_every_cost_and_shrinks_with_staleness(schedule, cos
     assert simulate(schedule, replace(cost, **{name: getattr(cost, name) + 1}), steps=3).makespan >= base
     dearer = replace(cost, train=TrainCost(cost.train.a + 1, cost.train.b))
     assert simulate(schedule, dearer, steps=3).makespan >= base
+    spans = [simulate(replace(schedule, stale=k), cost, steps=3).makespan for k in range(len(schedule.fragments) + 1)]
+    assert spans == sorted(spans, reverse=True)
 
 
 @given(st.integers(1, 6), seconds, st.floats(0, 30), seconds, st.floats(0, 5), st.integers(1, 6))
