@@ -6,6 +6,7 @@ On-policy steps start from an idle machine, so each is played on a clock of its 
 
 import heapq
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias, no_type_check
 
@@ -170,7 +171,7 @@ class _Split:
         """Ask `lend`; generate what it answers on the trainer. False: it answered 0."""
         batch, answer = self.this, self.lend(self.bubble(), self.schedule, self.cost)
         left = len(self.groups) - batch.place
-        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer <= left:
+        if isinstance(answer, bool) or not hasattr(answer, "__index__") or not 0 <= operator.index(answer) <= left:
             raise ValueError(f"lend must return an integer in 0..{left}, got {answer!r}")
         if not answer:
             return False

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -290,6 +291,11 @@ def test_no_second_question_until_a_fragment_has_been_trained():
 def test_an_impossible_answer_is_refused(answer):
     with refuses("lend", answer, "0..3"):
         simulate(whole_groups(4, tag=True), COST, lend=lambda *_: answer)
+
+
+def test_an_integer_of_any_kind_is_an_answer():
+    answers = [simulate(whole_groups(4, tag=True), COST, lend=lambda *_, n=n: n) for n in (1, np.int64(1))]
+    assert answers[0] == answers[1]
 
 
 def test_simulate_refuses():
