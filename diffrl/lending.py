@@ -4,6 +4,7 @@ The rest of the step is a deterministic game with one kind of move (how many fra
 predicted end is minimised exactly: depth first, memoised, pruned by bounds that are never above what can be reached.
 """
 
+import heapq
 import math
 from functools import lru_cache
 from typing import no_type_check
@@ -175,6 +176,8 @@ class _Search:
         known, exact = self.memo.get(key, (0.0, False))
         if exact or known >= limit:
             return known
+        if self.limited and (scored := self._scoring_bound(state)) >= limit:
+            return scored
         best, least = limit, math.inf
         for bound, n in sorted((self._bound(state, n), n) for n in range(len(self.queue) - state.place + 1)):
             if bound >= best:
@@ -205,6 +208,25 @@ class _Search:
             )
             least = min(least, max(trainer, generator))
         return least
+
+    def _scoring_bound(self, state):
+        """No end is earlier: what was not handed to the reward workers yet comes, at best, as fast as a generator and a
+        helper that never stop can make it; every one of these fragments takes the shortest reward, and training follows the
+        last. (Equal jobs in order of release on equal workers: first come, first served is optimal.)"""
+        s = self.stages
+        left = [*self.queue[state.place :], *([state.flying] if state.flying >= 0 else [])]
+        generate, help_, reward = (min(of[f] for f in left) for of in (s.generate, s.help, s.reward))
+        made = state.free if state.flying >= 0 else max(state.free, state.now) + generate
+        helped = state.now + s.switch + help_
+        workers, scored = state.workers[:], 0.0
+        for _ in left:
+            if made <= helped:
+                arrival, made = made, made + generate
+            else:
+                arrival, helped = helped, helped + help_
+            scored = max(workers[0], arrival) + reward
+            heapq.heapreplace(workers, scored)
+        return scored + min(s.tail[f] - s.reward[f] for f in left)
 
     def _unhelped(self, n):
         """The end when n fragments are taken now and none later."""

@@ -253,8 +253,11 @@ def test_closed_forms_refuse():
 # ---- the bound
 
 
-@given(schedules(), costs(), st.integers(1, 3), st.integers(1, 3))
-def test_the_bound_counts_work_sample_by_sample(schedule, cost, g_width, t_width):
+@pytest.mark.parametrize(("g_width", "t_width"), [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("tag", [False, True])
+@given(schedules(), costs())
+def test_the_bound_counts_work_sample_by_sample(tag, g_width, t_width, schedule, cost):
+    schedule = replace(schedule, tag=tag)
     cost = replace(
         cost, generator=Pool(2 * g_width, g_width, 2.0), trainer=Pool(3 * t_width, t_width, 0.5), helper=t_width
     )

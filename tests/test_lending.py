@@ -156,6 +156,14 @@ def test_nothing_to_decide():
     assert bts_search(ready._replace(scored_in=((1, 30.0),)), EIGHT, COST) > 0
 
 
+def test_training_goes_first_even_where_help_would_end_earlier():
+    # help, then train during the long reward: 10 + 100 + 40; train, then help: 40 longer. The rule is not the search's.
+    cost = replace(COST, train=TrainCost(0.0, 40.0), reward=100.0, switch=0.0, restore=0.0)
+    bubble = Bubble((7,), -1, 1000.0, ((1, 0.0),))  # a generator that is away for long
+    assert bts_search(bubble, EIGHT, cost) == 0
+    assert bts_search(bubble._replace(scored_in=((1, 1.0),)), EIGHT, cost) == 1
+
+
 @given(schedules(most=7, tag=True, stale=0), costs(), st.sampled_from([0.25, 2.0, 8.0]))
 def test_the_answer_has_no_unit(schedule, cost, scale):
     def scaled(seconds):

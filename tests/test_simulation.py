@@ -257,6 +257,23 @@ def test_help_is_handed_to_the_reward_one_by_one_and_training_goes_first():
     assert rewards == [(0, 10), (1, 11), (3, 20), (2, 21)]
 
 
+def test_one_reward_worker_takes_the_generator_s_fragment_before_a_helper_s():
+    cost = replace(COST, switch=0.0, restore=0.0, reward=5.0, reward_workers=1)
+    trace = simulate(whole_groups(3, tag=True), cost, lend=answering([1]))  # 0 and 1 are done at 10, both
+    assert [(i.fragment, i.start) for i in trace.intervals if i.kind == "reward"] == [(0, 10), (1, 15), (2, 20)]
+    slower = replace(cost, switch=3.0)  # 0 at 10, 1 at 13
+    trace = simulate(whole_groups(3, tag=True), slower, lend=answering([1]))
+    assert [(i.fragment, i.start) for i in trace.intervals if i.kind == "reward"] == [(0, 10), (1, 15), (2, 20)]
+
+
+def test_a_group_is_complete_with_its_last_score_not_its_last_fragment():
+    schedule = Schedule(gap_partition(1, 4, fragments=2), 4)
+    uneven = replace(schedule, fragments=(Fragment(0, (0, 1, 2)), Fragment(1, (3,))))
+    cost = CostModel(1.0, TrainCost(0.0, 1.0), Pool(4), Pool(4), reward_per_sample=10.0)
+    trace = simulate(uneven, cost)  # scored at 1 + 30 and at 2 + 10
+    assert [i.start for i in trace.intervals if i.kind == "train"] == [31, 32]
+
+
 def test_bubbles_say_what_is_known():
     seen = []
 
