@@ -644,6 +644,7 @@ SCHEDULING = [
         ("bound_helper_always_narrower", "width = min(width, cost.helper)", "width = cost.helper"),
         ("bound_unpacked", "cost.train.a / schedule.pack", "cost.train.a"),
         ("stale_cycle_not_halved", "(j * g + tail[j]) / 2", "(j * g + tail[j])"),
+        ("barrier_without_reward", "float(m * g + r + m * t", "float(m * g + m * t"),
         ("gap_at_the_faster_stage", "(m - 1) * max(g, t)", "(m - 1) * min(g, t)"),
     ),
     *mutants_of(

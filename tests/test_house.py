@@ -174,9 +174,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = (
-    "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli"
-)
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.parallel"
 
 
 def test_importing_the_library_loads_nothing_heavy():
