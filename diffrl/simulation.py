@@ -116,9 +116,9 @@ class _Split:
 
     def record(self, resource, kind, start, end, step, fragment=-1, version=-1):
         """One interval of the trace, unless it takes no time."""
+        start, end = self.origin + start, self.origin + end
         if end > start:
-            o = self.origin
-            self.intervals.append(Interval(resource, kind, o + start, o + end, step, fragment, version))
+            self.intervals.append(Interval(resource, kind, start, end, step, fragment, version))
 
     def deliver(self, batch, fragment, time):
         """A generated fragment enters the reward queue at `time`."""
@@ -255,12 +255,12 @@ def _colocated(schedule: Schedule, cost: CostModel, steps: int) -> Trace:
                 intervals.append(Interval(f"reward/{worker}", "reward", origin + start, origin + end, step, fragment))
         origin += now
         ends.append(origin)
-    return _trace(intervals, ends)
+    return _trace([i for i in intervals if i.end > i.start], ends)
 
 
 def _trace(intervals: list[Interval], ends: list[float]) -> Trace:
-    kept = [i for i in intervals if i.end > i.start]
-    return Trace(tuple(sorted(kept, key=lambda i: i.start)), tuple(ends))
+    intervals.sort(key=operator.attrgetter("start"))
+    return Trace(tuple(intervals), tuple(ends))
 
 
 def simulate(schedule: Schedule, cost: CostModel, *, steps: int = 1, lend: Lend = bts_search) -> Trace:
