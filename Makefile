@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test doctest lint mutants bench notebooks figures ablations clean
+.PHONY: demo test doctest lint mutants bench bench-quant notebooks figures ablations clean
 
 # $(call install,EXTRA): install once per change of the pins or of pyproject.toml
 define install
@@ -15,7 +15,7 @@ $(VENV)/.$(1): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
 	touch $$@
 endef
-$(foreach extra,demo test lint notebooks,$(eval $(call install,$(extra))))
+$(foreach extra,demo test lint notebooks quant,$(eval $(call install,$(extra))))
 
 demo: $(VENV)/.demo  ## the main job: a text-to-image model learns to write from a real OCR engine
 	$(BIN)/diffrl train --task digits --algorithm art --output runs/demo --overwrite
@@ -38,6 +38,9 @@ bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algor
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/schedules.py
+
+bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ compiler
+	$(BIN)/python benchmarks/quant.py
 
 figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
 	$(BIN)/python benchmarks/demo.py

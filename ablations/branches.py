@@ -22,7 +22,7 @@ PIECES: common.Pieces = {
     "positive_only (published)": partial(a.nft_positive_only, steps_per_sample=3),
     "negative_only (published)": partial(a.nft_negative_only, steps_per_sample=3),
 }
-RUNS = [Run(name, seed, 1e-3, 30) for seed in (0, 1, 2) for name in PIECES]
+RUNS = [Run(name, seed, 1e-3, 20) for seed in (0, 1, 2) for name in PIECES]
 
 if __name__ == "__main__":
     panels = [("samples", "eval/exact_match"), ("samples", "eval/reward"), ("samples", "drift_rms")]

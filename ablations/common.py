@@ -154,7 +154,10 @@ def execute(run: Run, algorithm: Algorithm, tick: Callable[[], None] = lambda: N
         began = time.perf_counter()
         try:
             metrics = next(training)
-        except ValueError as error:  # a policy that left the numbers: a result, not an accident of the script
+        except ValueError as error:
+            if "finite" not in str(error) and "gradient norm is" not in str(error):
+                raise
+            # a policy that left the numbers: a result, not an accident of the script
             rows.append({"iteration": i, "diverged": str(error)})
             break
         seconds += time.perf_counter() - began
@@ -250,6 +253,7 @@ def write_csv(script: str, found: Mapping[Run, Sequence[Mapping[str, Any]]], *, 
     if quick:
         path = ROOT / "runs" / "ablations" / f"{script}-quick.csv"
     keep = ("iteration", "optimizer_steps", "samples", "seconds", "eval/reward", "eval/exact_match", "reward/mean")
+    keep += ("eval/jpeg", "eval/ink", "eval/pairwise_distance", "eval/participation_ratio")
     keep += (
         "masked_fraction",
         "kl_proxy",
@@ -257,6 +261,7 @@ def write_csv(script: str, found: Mapping[Run, Sequence[Mapping[str, Any]]], *, 
         "behaviour_distance",
         "grad_norm",
         "ratio_deviation",
+        "clip_fraction",
         "diverged",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,20 +292,20 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def curves(
     found: Mapping[Run, Sequence[Mapping[str, Any]]], y: str, *, x: str = "samples"
 ) -> tuple[list[float], list[tuple[float, float]]]:
-    """(x, [(mean, half width)]) over the seeds in `found`, at the rows where y is told; runs that diverged count as 0 from
-    there on where y is an exact match, and end the curve otherwise."""
+    """(x, [(mean, half width)]) over the seeds in `found`, at the rows where y is told by all of them: a run that diverged
+    ends the curve."""
     at: dict[float, list[float]] = {}
     for rows in found.values():
         for row in rows:
             if y in row and x in row and row[y] is not None:
                 at.setdefault(row[x], []).append(float(row[y]))
-    xs = sorted(at)
+    xs = [x for x in sorted(at) if len(at[x]) == len(found)]
     return xs, [interval(at[v]) for v in xs]
 
 
 def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str, *, x: str = "samples") -> None:
     """One line per name with its 95 % band over seeds."""
-    for number, name in enumerate(names):
+    for number, name in enumerate(names):  # a share, an rms and a divergence have bounds that a t-interval ignores
         here = {run: rows for run, rows in found.items() if run.name == name}
         xs, told = curves(here, y, x=x)
         colour = f"C{number % 10}"
@@ -308,8 +313,10 @@ def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str
         axis.plot(xs, mean, color=colour, label=name, marker="o", markersize=3, linestyle="-" if number < 10 else "--")
         low = [m - (0 if math.isnan(h) else h) for m, h in told]
         high = [m + (0 if math.isnan(h) else h) for m, h in told]
-        if y == "eval/exact_match":  # a share: the t-interval of three seeds may leave [0, 1]
-            low, high = [max(v, 0.0) for v in low], [min(v, 1.0) for v in high]
+        if y in ("eval/exact_match", "masked_fraction", "drift_rms", "kl_proxy"):
+            low = [max(v, 0.0) for v in low]
+        if y in ("eval/exact_match", "masked_fraction"):
+            high = [min(v, 1.0) for v in high]
         axis.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
     axis.set_xlabel(x.replace("_", " "))
     axis.set_ylabel(y)
@@ -358,13 +365,14 @@ def compare(
         for axis, (x, y) in zip(axes[row], panels, strict=True):
             draw_bands(axis, here, names, y, x=x)
             axis.set_title(task, fontsize=9)
-        axes[row, 0].legend(fontsize=6)
-    first = runs[0]
-    seeds = sorted({run.seed for run in runs})
-    rates = sorted({run.learning_rate for run in runs})
+        axes[row, 0].legend(fontsize=8)
+    first = next(iter(found))
+    seeds = sorted({run.seed for run in found})
+    rates = sorted({run.learning_rate for run in found})
     note = (
         f"mean and 95 % t-interval over seeds {seeds}; {first.iterations} iterations of {first.prompts * first.group_size} "
-        f"samples, {first.steps} steps, learning rate {', '.join(f'{r:g}' for r in rates)}; python ablations/{script}.py"
+        f"samples, {first.steps} steps, learning rate {', '.join(f'{r:g}' for r in rates)}; evaluated on 100 prompts x "
+        f"{first.eval_samples}; {'QUICK, no result; ' * options.quick}python ablations/{script}.py"
     )
     print(save_figure(script, figure, note, quick=options.quick))
     lines = []
@@ -383,7 +391,7 @@ def finals(found: Mapping[Run, Sequence[Mapping[str, Any]]], name: str, y: str, 
         if run.name == name:
             values = [float(row[y]) for row in rows if y in row]
             lost = not values or any("diverged" in row for row in rows)
-            out.append(math.nan if lost else math.fsum(values[-last:]) / last)
+            out.append(math.nan if lost else math.fsum(values[-last:]) / len(values[-last:]))
     return out
 
 
@@ -396,4 +404,4 @@ def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> 
 def plus_minus(values: Sequence[float]) -> str:
     """.873 +- .021: mean and half width of the 95 % interval."""
     mean, half = interval(values)
-    return f"{mean:.3f} +- {half:.3f}".replace("0.", ".")
+    return re.sub(r"(?<!\d)0\.", ".", f"{mean:.3f} +- {half:.3f}")

@@ -20,7 +20,7 @@ PIECES: common.Pieces = {
     "AWM": partial(a.awm, steps_per_sample=3),
     "Flow-GRPO": partial(a.flow_grpo, steps_per_sample=3),
 }
-RUNS = [Run(name, seed, 1e-3, 24, eval_every=8, diversity=True) for seed in (0, 1, 2) for name in PIECES]
+RUNS = [Run(name, seed, 1e-3, 16, eval_every=8, diversity=True) for seed in (0, 1, 2) for name in PIECES]
 
 if __name__ == "__main__":
     panels = [("samples", "eval/exact_match"), ("samples", "eval/pairwise_distance")]

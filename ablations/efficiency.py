@@ -79,7 +79,7 @@ def summary(found, rates) -> str:
     for name in PIECES:
         cost = [reached(curves[name], level, x) for x in ("optimizer_steps", "samples", "seconds")]
         told = [f"{c:.0f}" if math.isfinite(c) else "never" for c in cost]
-        times = f"{whole / cost[0]:.1f}x" if math.isfinite(cost[0]) else "-"
+        times = f"{whole / cost[0]:.1f}x" if 0 < cost[0] < math.inf else "-"
         final = common.plus_minus(common.finals(found, name, Y))
         lines.append([name, f"{rates[name]:g}", *told, times, final])
     title = f"Mean curves until exact match {level:.3f} (Flow-GRPO's after {ITERATIONS} iterations)"

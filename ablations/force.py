@@ -7,6 +7,7 @@ first half of every group, then on the second half the forces of `extensions.for
 restoration with 9.4x smaller output RMS and 4.9x larger parameter gradient than guidance.
 """
 
+import copy
 import json
 import math
 import os
@@ -47,7 +48,7 @@ def measured(model, optimizer, prompts, reward, seed: int, i: int, columns) -> d
         batch = algorithm.collect(sampler, model.params, cond, sample_seeds(seed, i, chosen, K), score)
         credit = algorithm.credit(batch)
     first, second = (window_of(batch, credit, rows) for rows in split_within_prompt(PROMPTS, K, 2))
-    state = {k: {n: v.clone() for n, v in s.items()} for k, s in optimizer.state.items()}
+    state = copy.deepcopy(optimizer.state_dict())
     update(algorithm.objective, model, optimizer, first)
     groups = groups_of(list(model.params))
     found = force_spectrum(model.velocity, model.params, second, groups=groups, states=24, columns=columns)
@@ -55,7 +56,7 @@ def measured(model, optimizer, prompts, reward, seed: int, i: int, columns) -> d
         for name, p in model.params.items():
             p.copy_(saved[name])
             p.grad = None
-    optimizer.state.update(state)
+    optimizer.load_state_dict(state)
     return {group: {kind: list(force) for kind, force in kinds.items()} for group, kinds in found.items()}
 
 

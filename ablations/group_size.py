@@ -19,7 +19,7 @@ PIECES: common.Pieces = {
     **{f"pairs, k = {k}": partial(a.art_pairwise, trained_steps=a.noisiest(3)) for k in SIZES},
 }
 RUNS = [
-    Run(f"{kind}, k = {k}", seed, 1e-3, 25, group_size=k, prompts=64 // k)
+    Run(f"{kind}, k = {k}", seed, 1e-3, 20, group_size=k, prompts=64 // k)
     for seed in (0, 1, 2)
     for kind in ("scalar", "pairs")
     for k in SIZES

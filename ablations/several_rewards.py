@@ -28,7 +28,7 @@ PIECES: common.Pieces = {
     "PCGrad": partial(mixed, c.pcgrad),
     "minimum norm": partial(mixed, c.min_norm),
 }
-RUNS = [Run(name, seed, 1e-3, 24, task="ocr+jpeg+ink", eval_every=8) for seed in (0, 1, 2) for name in PIECES]
+RUNS = [Run(name, seed, 1e-3, 16, task="ocr+jpeg+ink", eval_every=8) for seed in (0, 1, 2) for name in PIECES]
 
 if __name__ == "__main__":
     panels = [("samples", "eval/exact_match"), ("samples", "eval/jpeg"), ("samples", "eval/ink")]

@@ -2,7 +2,7 @@
 
     python ablations/shrinkage.py [--quick]
 
-ART on the noisiest three steps, with other directions or group weights (`diffrl.directions`; MATH of each in its
+ART on the noisiest three steps, with other directions or group weights (`diffrl.directions`; the equation of each in its
 docstring). Learning rate 2e-3, where the plain method swings.
 """
 

@@ -1,6 +1,6 @@
 """Stability: does a setting keep what it has learnt? 300 updates at three learning rates, k = 2 and 8, LoRA and full.
 
-    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all] [--pieces NAME,NAME]
+    python ablations/stability.py [--quick] [--task digits | jpeg | letters | all] [--pieces NAME,NAME] [--sizes 2,8]
 
 The aim: never below 95 % of the run's best evaluation, measured from the base, at any of the twelve settings, and at least
 as good as DiffusionNFT at its best learning rate of the three. One seed per setting (twelve settings are twelve trials);
@@ -22,7 +22,7 @@ PIECES: common.Pieces = {
     "ART steady": art_steady,
     "NFT": partial(a.nft, updates=2, trained_steps=a.noisiest(3)),
 }
-RATES, SIZES, LORA = (1e-4, 3e-4, 1e-3), (2, 8), (16, 0)
+RATES, SIZES, LORA, UPDATES = (1e-4, 3e-4, 1e-3), (2, 8), (16, 0), 300
 
 
 def runs(task: str, pieces: Sequence[str]) -> list[Run]:
@@ -30,11 +30,13 @@ def runs(task: str, pieces: Sequence[str]) -> list[Run]:
     grid = [(rate, k, rank) for rate in RATES for k in SIZES for rank in LORA]
     settings = [("ART steady", *setting) for setting in grid] + [("NFT", rate, 8, 16) for rate in RATES]
     settings += [("ART", *setting) for setting in grid]
-    return [
-        Run(name, 0, rate, 150, task=task, group_size=k, prompts=4, lora=rank, eval_every=15)
-        for name, rate, k, rank in settings
-        if name in pieces
-    ]
+    made = []
+    for name, rate, k, rank in settings:
+        if name in pieces:
+            iterations = UPDATES // PIECES[name]().updates
+            setting = {"task": task, "group_size": k, "prompts": 4, "lora": rank, "eval_every": iterations // 10}
+            made.append(Run(name, 0, rate, iterations, **setting))
+    return made
 
 
 def retained(rows) -> float:
@@ -61,14 +63,16 @@ def kept(rows) -> bool:
 
 
 def main() -> None:
-    more = {"--task": "digits", "--pieces": ",".join(PIECES)}
+    more = {"--task": "digits", "--pieces": ",".join(PIECES), "--sizes": ",".join(map(str, SIZES))}
     options = common.options_of(__doc__, more)
     tasks = ("digits", "jpeg", "letters") if options.task == "all" else (options.task,)
     if "letters" in tasks:
         import letters
 
         letters.ensure()
-    wanted = common.shortened([run for one in tasks for run in runs(one, options.pieces.split(","))], options.quick)
+    sizes = {int(k) for k in options.sizes.split(",")}
+    asked = [run for one in tasks for run in runs(one, options.pieces.split(",")) if run.group_size in sizes]
+    wanted = common.shortened(asked, options.quick)
     found = common.results("stability", wanted, jobs=options.jobs)
     print(common.write_csv("stability", found, quick=options.quick))
     draw(found, tasks, quick=options.quick)
@@ -83,9 +87,11 @@ def draw(found, tasks, *, quick: bool) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(tasks), 4, figsize=(20, 4.6 * len(tasks)), squeeze=False)
+    shown = [(k, rank) for k in sorted({run.group_size for run in found}) for rank in LORA]
+    wide = 5.4 * len(shown)
+    figure, axes = plt.subplots(len(tasks), len(shown), figsize=(wide, 4.6 * len(tasks)), squeeze=False)
     for row, task in enumerate(tasks):
-        for axis, (k, rank) in zip(axes[row], [(k, rank) for k in SIZES for rank in LORA]):
+        for axis, (k, rank) in zip(axes[row], shown):
             for run, rows in found.items():
                 if (run.task, run.group_size, run.lora) == (task, k, rank):
                     told = [(r["optimizer_steps"], r["eval/reward"]) for r in rows if "eval/reward" in r]
@@ -95,8 +101,8 @@ def draw(found, tasks, *, quick: bool) -> None:
             axis.set_title(f"{task}, k = {k}, {'LoRA' if rank else 'full'}", fontsize=9)
             axis.set_xlabel("optimizer steps")
         axes[row, 0].set_ylabel("eval/reward")
-        axes[row, 2].legend(fontsize=6)
-    note = "seed 0 at every setting, 150 iterations of 4 prompts x k samples, 6 steps; python ablations/stability.py"
+        axes[row, 0].legend(fontsize=8)
+    note = "seed 0 at every setting, 300 optimizer steps, 4 prompts x k samples per iteration, 6 sampling steps; python ablations/stability.py"
     print(common.save_figure("stability", figure, note, quick=quick))
 
 
@@ -106,6 +112,7 @@ def summary(found) -> str:
             *(run.name, run.task, f"{run.learning_rate:g}", str(run.group_size), "LoRA" if run.lora else "full"),
             f"{max(r['eval/reward'] for r in rows if 'eval/reward' in r):.3f}",
             f"{[r['eval/reward'] for r in rows if 'eval/reward' in r][-1]:.3f}",
+            f"{[r.get('eval/exact_match', math.nan) for r in rows if 'eval/reward' in r][-1]:.3f}",
             f"{retained(rows):.2f}",
             "yes" if kept(rows) else "no",
         ]
@@ -119,6 +126,7 @@ def summary(found) -> str:
         "params",
         "best",
         "last",
+        "exact match",
         "least share of the best gain kept",
         ">= 95 %",
     ]

@@ -8,8 +8,8 @@ process of its own, less what it held before the first iteration. Trained states
 import argparse
 import multiprocessing
 import os
-import resource
 import statistics
+from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -49,8 +49,10 @@ def training_of(bench, algorithm: Algorithm):
     )
 
 
-def megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def megabytes(what: str) -> float:
+    """VmRSS (now) or VmHWM (the most so far) of this process; getrusage's maximum is inherited from the parent."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[what].split()[0]) / 1024
 
 
 def peak(name: str, threads: int) -> float:
@@ -59,10 +61,11 @@ def peak(name: str, threads: int) -> float:
     bench = build(Settings(threads=threads))
     training = training_of(bench, ALGORITHMS[name]())
     bench.reward(torch.full((1, 24, 32, 3), 255, dtype=torch.uint8), bench.prompts[:1])  # the engine's own buffers
-    before = megabytes()
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     for _ in range(2):
         next(training)
-    return megabytes() - before
+    return megabytes("VmHWM") - before
 
 
 def main() -> None:

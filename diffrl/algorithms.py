@@ -81,6 +81,7 @@ from diffrl.sampling import (
     flow_sde_step,
     transition_log_prob,
 )
+from diffrl.sol_rl import sol_rl
 from diffrl.states import States, StepsPerSample, window_states
 from diffrl.trust_region import ema, ramp
 from diffrl.types import Algorithm, Batch, Metrics, Params, Score, Step, Window
@@ -127,6 +128,7 @@ __all__ = [
     "random_pairs",
     "scalar_rewards",
     "slow_decay",
+    "sol_rl",
     "subset_of_steps",
     "window_states",
 ]
@@ -190,6 +192,7 @@ def art(
         ),
         behaviour=live,
         updates=require_count("updates", updates),
+        memory=radius if hasattr(radius, "advance") else None,
     )
 
 

@@ -125,10 +125,10 @@ def pcgrad(
     parts = _unit_parts(values, x_0) * _weights(weights, values)[:, None]
     generator = generator or torch.Generator(device=rewards.device).manual_seed(0)
     g, j = parts.shape[:2]
-    orders = torch.rand((g, j, j), generator=generator, device=generator.device).argsort(dim=2, stable=True)
+    orders = torch.rand((j, j), generator=generator, device=generator.device).argsort(dim=1, stable=True)
     mix = parts.new_zeros((g, j))
     for group in range(g):
-        mix[group] = _projected(parts[group] @ parts[group].T, orders[group])
+        mix[group] = _projected(parts[group] @ parts[group].T, orders)
     return _mixed(parts, mix, x_0, scale)
 
 

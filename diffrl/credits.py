@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from diffrl.checks import promote, require_count, require_number, shapes
@@ -17,10 +17,6 @@ from diffrl.types import Batch
 Labels = Callable[[Batch], Tensor]
 Advantages = Callable[[Batch], Tensor]
 Credit = dict[str, Tensor]
-
-
-def _has_reward(rewards: Tensor) -> Tensor:
-    return rearrange(torch.isfinite(rewards), "g k -> (g k)")
 
 
 # ---- directions -------------------------------------------------------------------------------------------------------
@@ -50,6 +46,26 @@ def best_against_worst(batch: Batch) -> Float[Tensor, " g k"]:
     return labels
 
 
+def labels_of(batch: Batch, labels: Labels) -> Float[Tensor, " g k"]:
+    """labels(batch) as floating-point numbers. ValueError: another shape than the rewards'."""
+    values = labels(batch)
+    if tuple(values.shape) != tuple(batch.rewards.shape):  # another grouping would mix prompts
+        raise ValueError(f"labels must have the rewards' shape: {shapes(labels=values, rewards=batch.rewards)}")
+    return values if values.is_floating_point() else values.float()  # counts and wins are numbers
+
+
+def direction_credit(
+    value: Float[Tensor, " g *d"], alive: Bool[Tensor, " g"], rewarded: Bool[Tensor, " g k"]
+) -> Credit:
+    """{"direction", "alive", "has_reward"} of each sample " b ...": the first two are those of its group."""
+    k = rewarded.shape[1]
+    return {
+        "direction": value.repeat_interleave(k, 0),
+        "alive": alive.repeat_interleave(k, 0),
+        "has_reward": rearrange(rewarded, "g k -> (g k)"),
+    }
+
+
 def covariance_credit(
     *,
     labels: Labels = scalar_rewards,
@@ -69,21 +85,14 @@ def covariance_credit(
         raise ValueError(f"scale={scale} and rms_axes={rms_axes} belong to aggregate_direction, not to {direction!r}")
 
     def credit(batch: Batch) -> Credit:
-        values = labels(batch)
-        if tuple(values.shape) != tuple(batch.rewards.shape):  # another grouping would mix prompts
-            raise ValueError(f"labels must have the rewards' shape: {shapes(labels=values, rewards=batch.rewards)}")
-        values = values if values.is_floating_point() else values.float()  # counts and wins are numbers
+        values = labels_of(batch, labels)
         g, k = values.shape
         x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g)
         if direction is None:
             found = aggregate_direction(values, x_0, scale=scale, rms_axes=rms_axes)
         else:
             found = direction(values, x_0)
-        told = {
-            "direction": found.value.repeat_interleave(k, 0),
-            "alive": found.alive.repeat_interleave(k, 0),
-            "has_reward": _has_reward(values),
-        }
+        told = direction_credit(found.value, found.alive, torch.isfinite(values))
         return told if weight is None else told | {"weight": weight(values, x_0).repeat_interleave(k, 0)}
 
     return credit
@@ -106,15 +115,18 @@ def advantages_of_sum(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: fl
 
 
 def sum_of_advantages(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: float = 1e-4) -> Advantages:
-    """(Batch) -> sum over the single rewards of their `group_advantages` (MixGRPO): no reward drowns the others by its
-    scale. A sample that lacks one of them has none. One reward: as `advantages_of_sum`."""
+    """(Batch) -> sum_j w_j A_j over the single rewards' `group_advantages` (MixGRPO): no reward drowns the others by its
+    scale. w: the weights of the reward (`Batch.part_weights`; none: 1). A sample that lacks one of them has none. One
+    reward: as `advantages_of_sum`."""
 
     def advantages(batch: Batch) -> Tensor:
         if batch.parts is None:
             return group_advantages(batch.rewards, spread=spread, eps=eps)
         complete = torch.isfinite(batch.rewards) & torch.isfinite(batch.parts).all(2)
         each = [torch.where(complete, part, torch.nan) for part in batch.parts.unbind(2)]
-        return torch.stack([group_advantages(part, spread=spread, eps=eps) for part in each]).sum(0)
+        weights = (1.0,) * len(each) if batch.part_weights is None else batch.part_weights
+        told = [w * group_advantages(p, spread=spread, eps=eps) for w, p in zip(weights, each, strict=True)]
+        return torch.stack(told).sum(0)
 
     return advantages
 

@@ -71,7 +71,7 @@ def _direction(covariance: Tensor, rms: Tensor, alive: Tensor, scale: float, x_0
     return Direction(value.to(_finite_out(x_0)), alive)
 
 
-# ---- how much of a covariance is signal (MATH 9.1)
+# ---- how much of a covariance is signal
 
 
 def unbiased_covariance(rewards: Float[Tensor, " g k"], x_0: Float[Tensor, " g k *d"]) -> Float[Tensor, " g *d"]:
@@ -94,7 +94,7 @@ def _energies(
     pairings = require_count("pairings", pairings)
     values, finite = _require_groups(rewards, x_0)
     generator = generator or torch.Generator(device=rewards.device).manual_seed(0)
-    draws = torch.rand((pairings, *values.shape), generator=generator, device=generator.device).to(values)
+    draws = torch.rand((pairings, values.shape[1]), generator=generator, device=generator.device).to(values)
     signal, total = torch.full_like(values.sum(1), math.nan), values.new_zeros(len(values))
     for group, (row, here) in enumerate(zip(values, finite)):
         n = int(here.sum())
@@ -107,7 +107,7 @@ def _energies(
         pairs = n // 2
         if pairs < 2:
             continue
-        order = draws[:, group, here].argsort(dim=1, stable=True)
+        order = draws[:, here].argsort(dim=1, stable=True)
         a, b = order[:, :pairs], order[:, pairs : 2 * pairs]
         half_gap = (r[a] - r[b]) / 2
         weight = torch.zeros_like(order, dtype=r.dtype).scatter(1, a, half_gap).scatter(1, b, -half_gap)
@@ -251,7 +251,7 @@ def shrink_toward(
     return _shrunk(rewards, x_0, lambda unbiased, alive: running.detach().to(unbiased), scale, pairings)
 
 
-# ---- how much a group's rewards spread (MATH 9.2)
+# ---- how much a group's rewards spread
 
 
 def batch_rms(rewards: Float[Tensor, " g k"], x_0: Float[Tensor, " g k *d"], *, scale: float = 1.0) -> Direction:
@@ -301,7 +301,7 @@ def spread_weight(
     return torch.where(alive, spread / (spread + middle), 0.0).to(_finite_out(rewards))
 
 
-# ---- one direction per noise level (MATH 9.3)
+# ---- one direction per noise level
 
 
 class BinnedDirection(NamedTuple):

@@ -4,6 +4,8 @@ Everything here is derived or chosen by us, off by default, and has its ablation
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +13,14 @@ from einops import rearrange
 from torch import Tensor
 
 from diffrl.algorithms import art, lagging
-from diffrl.checks import require_count, require_number
+from diffrl.checks import promote, require_count, require_number
 from diffrl.conflicts import sum_of_directions
-from diffrl.credits import Credit, Labels, covariance_credit, scalar_rewards
+from diffrl.credits import Credit, Labels, covariance_credit, direction_credit, labels_of, scalar_rewards
 from diffrl.directions import binned_direction, joint_rms, spread_weight
 from diffrl.guidance import Direction, aggregate_direction
+from diffrl.objectives import direction_of
 from diffrl.rollouts import TrainedSteps, collect_renoised, first_half
-from diffrl.sampling import euler_step
+from diffrl.sampling import euler_step, predict_x_0
 from diffrl.states import has_reward, window_states
 from diffrl.types import Algorithm, Batch, Params, Step, Velocity, Window
 
@@ -48,17 +51,14 @@ def binned_credit(
     """
 
     def credit(batch: Batch) -> Credit:
-        tr, values = batch.trajectory, labels(batch)
-        g, k = values.shape
-        predicted = rearrange(tr.x_t - tr.t.reshape(1, -1, *[1] * (tr.v.ndim - 2)) * tr.v, "(g k) ... -> g k ...", g=g)
+        tr, values = batch.trajectory, labels_of(batch, labels)
+        (g, k), s = values.shape, len(tr.t)
+        flat = predict_x_0(tr.x_t.flatten(0, 1), tr.v.flatten(0, 1), tr.t.repeat(g * k))
+        predicted = rearrange(flat, "(g k s) ... -> g k s ...", g=g, s=s)
         x_0 = rearrange(tr.x_0, "(g k) ... -> g k ...", g=g)
-        chosen = list(bins(tr.v.shape[1]))
+        chosen = list(bins(s))
         value, alive = binned_direction(values, x_0, predicted, chosen, normalise=normalise, scale=scale)
-        return {
-            "direction": value[:, chosen].repeat_interleave(k, 0),
-            "alive": alive.repeat_interleave(k, 0),
-            "has_reward": rearrange(torch.isfinite(values), "g k -> (g k)"),
-        }
+        return direction_credit(value[:, chosen], alive, torch.isfinite(values))
 
     return credit
 
@@ -69,13 +69,23 @@ def art_binned(
     step: Step = euler_step,
     bins: Callable[[int], Sequence[int]] = every_step,
     normalise: Callable[[Tensor], Tensor] = joint_rms,
+    scale: float = 1.0,
+    labels: Labels = scalar_rewards,
     **settings: Any,
 ) -> Algorithm:
-    """`art` on freshly noised states with one direction per noise level. Other keywords as `art`."""
+    """`art` on freshly noised states with one direction per noise level. Other keywords as `art`, but for rms_axes."""
+    _refuse_rms_axes(settings)
     return art(**settings)._replace(
         collect=collect_renoised(step=step, trained_steps=trained_steps),
-        credit=binned_credit(bins=bins, normalise=normalise),
+        credit=binned_credit(bins=bins, normalise=normalise, scale=scale, labels=labels),
     )
+
+
+def _refuse_rms_axes(settings: Mapping[str, Any]) -> None:
+    if settings.get("rms_axes") is not None:
+        raise ValueError(
+            f"rms_axes={settings['rms_axes']} belongs to aggregate_direction's one RMS: give a direction instead"
+        )
 
 
 def several_rewards_credit(
@@ -83,19 +93,23 @@ def several_rewards_credit(
 ) -> Callable[[Batch], Credit]:
     """credit of a reward with parts: direction (parts " g k j", x_0 " g k *d") -> Direction, from `diffrl.conflicts`.
 
-    ValueError: a batch whose reward has no parts (make it with `rewards.weighted_sum`).
+    Weights other than 1 are handed on as weights=, " j". ValueError: a batch whose reward has no parts (make it with
+    `rewards.weighted_sum`), or such weights and a direction without that keyword (`min_norm` has its own).
     """
+    knows_weights = "weights" in signature(direction).parameters
 
     def credit(batch: Batch) -> Credit:
         if batch.parts is None:
             raise ValueError("the reward of this batch has no parts: make it with rewards.weighted_sum")
-        g, k, _ = batch.parts.shape
-        found = direction(batch.parts, rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=g))
-        return {
-            "direction": found.value.repeat_interleave(k, 0),
-            "alive": found.alive.repeat_interleave(k, 0),
-            "has_reward": rearrange(torch.isfinite(batch.parts).all(2), "g k -> (g k)"),
-        }
+        x_0 = rearrange(batch.trajectory.x_0, "(g k) ... -> g k ...", g=len(batch.parts))
+        weights = batch.part_weights
+        if weights is None or set(weights) == {1.0}:
+            found = direction(batch.parts, x_0)
+        elif knows_weights:
+            found = direction(batch.parts, x_0, weights=torch.tensor(weights, dtype=torch.float64))  # type: ignore[call-arg]
+        else:
+            raise ValueError(f"{direction} takes no weights, and the reward has {weights}")
+        return direction_credit(found.value, found.alive, torch.isfinite(batch.parts).all(2))
 
     return credit
 
@@ -107,19 +121,24 @@ def art_steady(
     *,
     trained_steps: TrainedSteps = first_half,
     weight: Callable[[Tensor, Tensor], Tensor] = spread_weight,
-    direction: Callable[[Tensor, Tensor], Direction] = aggregate_direction,
+    direction: Callable[..., Direction] = aggregate_direction,
     retention: float = 0.5,
     updates: int = 1,
+    scale: float = 1.0,
+    labels: Labels = scalar_rewards,
     **settings: Any,
 ) -> Algorithm:
     """`art` with what held it steady in our ablations: the noisier half of the steps trained, every group weighted by its
     rewards' spread, one update per rollout, and the behaviour policy an EMA of this retention.
 
     A group whose rewards hardly differ says mostly noise, which unit RMS would bring to full size; the EMA is a restoration
-    that does not end with the rollout. Derived here, not the paper's. Other keywords as `art`.
+    that does not end with the rollout. Not a guarantee: at k = 2 full fine-tuning at 3e-4 and above still collapses
+    (`ablations/stability.py`). Derived here, not the paper's. direction: (labels, x_0, scale=) -> Direction.
+    Other keywords as `art`, but for rms_axes.
     """
+    _refuse_rms_axes(settings)
     retention = require_number("retention", retention, low=0, high=1)
-    credit = covariance_credit(direction=direction, weight=weight)
+    credit = covariance_credit(labels=labels, direction=partial(direction, scale=scale), weight=weight)
     steady = art(trained_steps=trained_steps, updates=updates, **settings)
     return steady._replace(credit=credit, behaviour=lagging(lambda i: retention))
 
@@ -153,26 +172,26 @@ def force_spectrum(
 
     groups: names of parameters by a name of one's own; window: with ART's credit, best update 2's. At most `states`
     states, spread evenly, of the kept steps `columns` (None: all). One backward pass per state and force, params' .grad is
-    left alone. ValueError: unknown parameter names, no group, no state with a reward.
+    left alone. ValueError: unknown parameter names, no group, no state of a live sample.
     """
     unknown = sorted({name for names in groups.values() for name in names} - params.keys())
-    if not groups or unknown:
-        raise ValueError(f"groups must name parameters of params: {unknown or 'no group given'}")
+    if not groups or unknown or not all(groups.values()):
+        raise ValueError(f"groups must name parameters of params: {unknown or groups}")
     require_count("states", states)
     s = window_states(window)
-    usable = has_reward(window)[s.rows]
+    usable = (has_reward(window) & window.credit.get("alive", torch.ones_like(has_reward(window))))[s.rows]
     if columns is not None:
         usable = usable & torch.isin(s.columns, torch.tensor(list(columns), device=s.columns.device))
     found = usable.nonzero().flatten()
     if not len(found):
-        raise ValueError(f"no state with a reward at the kept steps {columns}")
+        raise ValueError(f"no state of a live sample at the kept steps {columns}")
     pick = found[torch.linspace(0, len(found) - 1, min(states, len(found))).long()]
     cond = {name: value[pick.to(value.device)] for name, value in s.cond.items()}
     names = sorted({name for group in groups.values() for name in group})
     with torch.enable_grad():
-        v = velocity(params, s.x_t[pick], s.t[pick], cond)
+        (v,) = promote(velocity(params, s.x_t[pick], s.t[pick], cond))
     fields = {
-        "guidance": -window.credit["direction"].to(v)[s.rows[pick]],
+        "guidance": -direction_of(window, s)[pick],
         "restoration": (v - s.v_old[pick]).detach(),
     }
     out: dict[str, dict[str, Force]] = {group: {} for group in groups}

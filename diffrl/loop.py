@@ -30,7 +30,7 @@ from torch import Tensor
 
 from diffrl.algorithms import live
 from diffrl.checkpoints import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
-from diffrl.checks import require_count, require_number, require_same_keys
+from diffrl.checks import require_cond, require_count, require_number, require_same_keys
 from diffrl.guidance import dead_groups
 from diffrl.losses import masked_mean
 from diffrl.sampling import chunked, sample_seeds
@@ -84,14 +84,14 @@ def train(
     model: `models.Model` or anything with its first six functions. steps: sampling steps. prompts_per_iteration: None =
     every prompt each time; else a function of (seed, i) alone. Seeds of samples: (seed, i, prompt, member). images: one
     per prompt, for image-to-video. start, behaviour: where a resumed run goes on (params and optimizer already loaded).
-    micro_batch: samples per backward (gradients accumulate, results equal to rounding); rollout_chunk: samples per
+    micro_batch: samples per backward (gradients equal to rounding, metrics are means over the parts); rollout_chunk: samples per
     velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
     reference: params that a KL or an anchor pulls toward; None: a copy of the first ones, which a resumed run must be given.
     before_iteration: called with the optimizer first (e.g. to reset its state: `lambda o: o.state.clear()`).
 
     A reward that raises for some images gives those nan; for all: ValueError. ValueError at the call, before
     anything runs: empty or non-string prompts, group_size < 2, counts below 1, an optimizer that steps none or other tensors
-    than the model's, a group_size the algorithm's windows do not divide.
+    than the model's, a group_size smaller than the algorithm's updates or larger than its pool.
     """
     prompts = _checked_prompts(prompts, images)
     group_size = require_count("group_size", group_size, low=2)
@@ -111,6 +111,9 @@ def train(
     if not callable(reward):
         raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
     reference = _checked_reference(algorithm, reference, model.params, start)
+    _check_behaviour(algorithm, behaviour, model.params, start)
+    if algorithm.memory is not None:
+        algorithm.memory.reset()
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
     plan = _Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt, reference)
@@ -148,8 +151,9 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             batch = algorithm.collect(
                 sampler._replace(iteration=i), behaviour, cond, seeds, score
             )  # 1. roll out and score
+            _check_batch(batch, plan)
             credit = algorithm.credit(batch)  # 2. turn rewards into what each sample is told
-        _check_batch(batch, credit, plan)
+        _check_credit(credit, plan)
         metrics = reward_metrics(batch.rewards) | {"behaviour_distance": params_distance(behaviour, model.params)}
         if metrics["groups/dead"] > 0.5 and not warned:
             warned = True
@@ -158,9 +162,11 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         rolled_out = behaviour if algorithm.behaviour is live else _kept_apart(behaviour, model.params)
         windows = plan.split(plan.g, plan.k, algorithm.updates)
         parts = [window_of(batch, credit, rows, plan.reference) for rows in windows]
-        updates = [  # 3. optimizer steps on disjoint windows of every group
-            update(algorithm.objective, model, optimizer, part, plan.grad_clip, plan.micro_batch) for part in parts
-        ]
+        updates = []
+        for part in parts:  # 3. optimizer steps on disjoint windows of every group
+            updates.append(update(algorithm.objective, model, optimizer, part, plan.grad_clip, plan.micro_batch))
+            if algorithm.memory is not None:
+                algorithm.memory.advance()
         behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
         seconds = {
             "seconds/rollout": collected - began - score.seconds,
@@ -208,25 +214,23 @@ def update(
     if not bool(torch.isfinite(norm)):
         raise ValueError(f"gradient norm is {float(norm)} (loss {total}): nothing was stepped")
     optimizer.step()
-    if (over := getattr(objective, "after_update", None)) is not None:
-        over()
     means = {name: _together(name, *zip(*values, strict=True)) for name, values in told.items()}
     return {**means, "loss": total, "grad_norm": float(norm)}
 
 
 def _together(name: str, values: Sequence[float], samples: Sequence[int]) -> float:
-    """One metric of the parts that told it: the least of NAME/min, the greatest of NAME/max, else the mean over samples."""
+    """One metric of the parts that told it: the least of NAME/min, the greatest of NAME/max, of an rms the root of the mean
+    square, else the mean, over samples."""
     if name.endswith(("/min", "/max")):
         return min(values) if name.endswith("/min") else max(values)
-    return sum(v * n for v, n in zip(values, samples, strict=True)) / sum(samples)
+    power = 2 if name.endswith("_rms") else 1
+    return (sum(v**power * n for v, n in zip(values, samples, strict=True)) / sum(samples)) ** (1 / power)
 
 
 def _kept_apart(behaviour: Params, params: Params) -> Params:
     """The behaviour params, copied where they are the live ones: updates change those in place, and an average of what
     rolled out and the new params would be one of the new params with themselves."""
-    if any(behaviour[name] is not p for name, p in params.items()):
-        return behaviour
-    return {name: p.detach().clone() for name, p in params.items()}
+    return {name: p.detach().clone() if behaviour[name] is p else behaviour[name] for name, p in params.items()}
 
 
 def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -244,13 +248,15 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 def _checked_reference(algorithm: Algorithm, reference: Params | None, params: Params, start: int) -> Params | None:
     """A copy of the reference where the algorithm needs one, which later updates must not touch; of the live params where
     training begins."""
-    if not algorithm.needs_reference:
+    if not algorithm.needs_reference and reference is None:
         return None
     if reference is None and start > 0:
         raise ValueError(
             f"start={start}: this algorithm needs reference=, a snapshot of the params training began with"
         )
     reference = params if reference is None else reference
+    if not isinstance(reference, Mapping):
+        raise ValueError(f"reference must be params by name, got {reference!r}")
     require_same_keys(params=params, reference=reference)
     return {name: reference[name].detach().clone() for name in params}
 
@@ -268,6 +274,16 @@ def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | No
     return list(prompts)
 
 
+def _check_behaviour(algorithm: Algorithm, behaviour: Params | None, params: Params, start: int) -> None:
+    if behaviour is not None:
+        if not isinstance(behaviour, Mapping):
+            raise ValueError(f"behaviour must be params by name, got {behaviour!r}")
+        require_same_keys(params=params, behaviour=behaviour)
+    elif start > 0 and algorithm.behaviour is not live:
+        text = f"start={start} without behaviour=: the live params roll out first, which is another run than the one resumed"
+        warnings.warn(text, stacklevel=3)
+
+
 def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
     if not hasattr(algorithm, "updates"):
         raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
@@ -275,6 +291,8 @@ def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
         raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
     if algorithm.pool is not None and algorithm.pool < group_size:
         raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
+    if algorithm.kept is not None and algorithm.kept != group_size:
+        raise ValueError(f"group_size={group_size} must be the {algorithm.kept} samples per prompt that collect keeps")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
@@ -291,16 +309,30 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
         )
 
 
-def _check_batch(batch: Batch, credit: Mapping[str, Tensor], plan: _Plan) -> None:
-    g, k, b = plan.g, plan.k, plan.g * plan.k
-    if tuple(batch.rewards.shape) != (g, k) or batch.trajectory.x_0.shape[0] != b:
+def _check_batch(batch: Batch, plan: _Plan) -> None:
+    """What a collect of one's own may get wrong: rows of other samples, cond per sample, parts of the pool."""
+    g, k, b, tr = plan.g, plan.k, plan.g * plan.k, batch.trajectory
+    if tuple(batch.rewards.shape) != (g, k) or tr.x_0.shape[0] != b:
         raise ValueError(
-            f"collect must return rewards ({g}, {k}) and {b} samples, got {tuple(batch.rewards.shape)} "
-            f"and {batch.trajectory.x_0.shape[0]}"
+            f"collect must return rewards ({g}, {k}) and {b} samples, got {tuple(batch.rewards.shape)} and {tr.x_0.shape[0]}"
         )
+    for name in ("x_t", "x_next", "v", "std", "log_prob"):
+        if tuple(getattr(tr, name).shape[:2]) != (b, len(tr.t)):
+            got = tuple(getattr(tr, name).shape)
+            raise ValueError(f"trajectory.{name} must have {b} samples x {len(tr.t)} kept steps, got shape {got}")
+    if tr.seeds is not None and len(tr.seeds) != b:
+        raise ValueError(f"trajectory.seeds must hold one seed per sample ({b}), got {len(tr.seeds)}")
+    if batch.parts is not None and tuple(batch.parts.shape[:2]) != (g, k):
+        raise ValueError(f"parts must be ({g}, {k}, rewards), got {tuple(batch.parts.shape)}")
+    require_cond(batch.cond, g)
+
+
+def _check_credit(credit: Mapping[str, Tensor], plan: _Plan) -> None:
+    b = plan.g * plan.k
     for name, value in credit.items():
-        if value.shape[:1] != (b,):
-            raise ValueError(f"credit[{name!r}] must have one row per sample ({b}), got shape {tuple(value.shape)}")
+        if not isinstance(value, Tensor) or value.shape[:1] != (b,):
+            got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"credit[{name!r}] must have one row per sample ({b}), got {got}")
 
 
 # ---- diagnosis --------------------------------------------------------------------------------------------------------
@@ -375,6 +407,8 @@ def diagnose(
         after, _ = collect()
         checks.append(_right_way(batch, credit, after, iterations))
     finally:
+        if algorithm.memory is not None:
+            algorithm.memory.reset()
         with torch.no_grad():
             for name, p in model.params.items():
                 p.copy_(saved[name])
@@ -442,7 +476,10 @@ def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterat
     detail = f"reward {mean:+.4f} +- {error:.4f} after {iterations} iterations on the same seeds"
     passed = mean >= -2 * error
     b = len(before.trajectory.x_0)
-    direction = credit["direction"].reshape(b, -1) if "direction" in credit else torch.zeros(b, 1)
+    direction = torch.zeros(b, 1)
+    if "direction" in credit:  # where there is one per step, their mean
+        told = credit["direction"].reshape(b, -1, *before.trajectory.x_0.shape[1:])
+        direction = told.mean(1).reshape(b, -1)
     alive = (direction != 0).any(1)
     if bool(alive.any()):
         moved = (after.trajectory.x_0 - before.trajectory.x_0).reshape(b, -1)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from diffrl.checks import column, require_number
+from diffrl.checks import column, require_number, shapes
 from diffrl.guidance import guided_velocity
 from diffrl.losses import advantage_weighted_matching, clipped_ratio, inverse_abs_error, velocity_matching
 from diffrl.losses import nft as nft_loss
@@ -21,6 +21,7 @@ from diffrl.states import (
     States,
     StepsPerSample,
     by_step,
+    credit_of,
     drift_rms,
     finite_states,
     has_reward,
@@ -71,13 +72,15 @@ def guided_regression(
     def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
         rewarded, alive = _trainable(window)
         s, usable = finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
-        target = guided_velocity(s.v_old, _direction(window, s))
+        target = guided_velocity(s.v_old, direction_of(window, s))
         v = velocity(params, s.x_t, s.t, s.cond)
         kl = kl_proxy(v.detach(), s.v_old, s.t, s.t_next, step=reference_kernel)
         trained = (rewarded if dead == "restore" else rewarded & alive)[s.rows]
         pull = mask_force(v.detach(), s.v_old, target)
         if callable(radius):
             limit = radius(s.columns, torch.where(usable, kl, torch.nan))
+            if not isinstance(limit, Tensor) or limit.shape != kl.shape or not bool((limit > 0).all()):
+                raise ValueError(f"radius must return a radius > 0 for each of {len(kl)} states, got {limit!r:.200}")
             inside = keep_inside(v, s.v_old, pull, kl / limit, radius=1.0)
         else:
             inside = keep_inside(v, s.v_old, pull, kl, radius=radius)
@@ -88,23 +91,31 @@ def guided_regression(
         }
         return velocity_matching(v, target), loss_weights(window, inside & trained, s.rows), metrics
 
-    if hasattr(radius, "advance"):  # a radius with a memory is told by the loop when an update is over
-        objective.after_update = radius.advance  # type: ignore[attr-defined]
     return objective
 
 
-def _direction(window: Window, s: States) -> Tensor:
-    """The direction of each state: its sample's, or where the credit has one per kept step, that of its step."""
-    direction = window.credit["direction"].to(s.v_old)
-    return direction[s.rows] if direction.ndim == s.v_old.ndim else direction[s.rows, s.columns]
+def direction_of(window: Window, s: States) -> Tensor:
+    """The direction of each state " w *d": its sample's, or where the credit has one per kept step, that of its step.
+
+    ValueError: neither one per sample nor one per sample and kept step.
+    """
+    direction, steps = credit_of(window, "direction").to(s.v_old), window.trajectory.std.shape[1]
+    shape = s.v_old.shape[1:]
+    if direction.shape[1:] == shape:
+        return direction[s.rows]
+    if direction.shape[1:] != (steps, *shape):
+        raise ValueError(
+            f"direction must be (b, *d) or (b, steps, *d) with {steps} kept steps, d {tuple(shape)}: {shapes(direction=direction)}"
+        )
+    return direction[s.rows, s.columns]
 
 
 def _trainable(window: Window) -> tuple[Bool[Tensor, " b"], Bool[Tensor, " b"]]:
     """(has_reward, alive) of the credit; a credit of one's own may give the direction alone."""
-    credit, b = window.credit, len(window.rewards)
-    return has_reward(window), credit["alive"] if "alive" in credit else (credit["direction"] != 0).reshape(b, -1).any(
-        1
-    )
+    alive = window.credit.get("alive")
+    if alive is None:
+        alive = (credit_of(window, "direction") != 0).reshape(len(window.rewards), -1).any(1)
+    return has_reward(window), alive
 
 
 # ---- forward-process objectives (DiffusionNFT, AWM) -------------------------------------------------------------------
@@ -131,9 +142,9 @@ def nft_regression(
     def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
         rewarded = has_reward(window)
         s, usable = finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
-        r = window.credit["optimality"]
+        r = credit_of(window, "optimality")
         v = velocity(params, s.x_t, s.t, s.cond)
-        values = loss_factor * branches(v, s.v_old, s.x_t, s.x_0, s.t, r.to(v)[s.rows], beta=beta, weight=weight)
+        values = loss_factor * branches(v, s.v_old, s.x_t, s.x_0, s.t, r.to(s.x_t)[s.rows], beta=beta, weight=weight)
         told = r[rewarded] if bool(rewarded.any()) else r
         metrics = {
             "drift_rms": drift_rms(v, s.v_old, usable),
@@ -194,9 +205,9 @@ def matching_ratio(
         rewarded = has_reward(window)
         s, usable = finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
         path = (s.x_t - s.x_0) / column(s.t, s.x_t)  # eps - x_0 of the straight path through x_t and x_0
-        a = window.credit["advantage"].to(s.x_t)[s.rows]
+        a = credit_of(window, "advantage").to(s.x_t)[s.rows]
         v = velocity(params, s.x_t, s.t, s.cond)
-        now, old = (score(velocity_matching(u, path), s.t.to(u)) for u in (v, s.v_old))
+        now, old = (score(velocity_matching(u, path), s.t.to(s.x_t)) for u in (v, s.v_old))
         if score is plain_matching:
             noise = predict_noise(s.x_t, path, s.t)
             values = advantage_weighted_matching(v, s.v_old, noise, s.x_0, a, clip=clip)

@@ -18,6 +18,7 @@ from diffrl.states import (
     States,
     StepsPerSample,
     by_step,
+    credit_of,
     drift_rms,
     finite_states,
     has_reward,
@@ -33,7 +34,8 @@ from diffrl.types import Metrics, Objective, Params, Step, Velocity, Window
 class Transition(NamedTuple):
     """What a policy-gradient loss may read of each state: the step as it was taken, and as the params would take it now.
 
-    advantages, std, delta = t - t_next, t, log_prob, log_prob_old " w"; mean, mean_old " w *d".
+    advantages, std, delta = t - t_next, t, log_prob, log_prob_old, ratio = exp(log_prob - log_prob_old) " w"; mean, mean_old
+    " w *d".
     """
 
     advantages: Float[Tensor, " w"]
@@ -110,6 +112,7 @@ def guarded_ppo(*, clip: float) -> PolicyLoss:
         ratio = torch.exp((q.log_prob.detach() - q.log_prob_old + bias) * q.std)
         return values, 1 / q.delta, clip_fraction(ratio, q.advantages, clip)
 
+    loss.needs_density = True  # type: ignore[attr-defined]
     return loss
 
 
@@ -124,6 +127,7 @@ def guarded_ppo_as_published(*, clip: float) -> PolicyLoss:
         values = clipped_ratio(exponent, torch.zeros_like(exponent), q.advantages, clip=clip)
         return values, 1 / q.delta, clip_fraction(torch.exp(exponent.detach()), q.advantages, clip)
 
+    loss.needs_density = True  # type: ignore[attr-defined]
     return loss
 
 
@@ -155,20 +159,24 @@ def policy_gradient(
 ) -> Objective:
     """loss(transitions) + beta KL(step under params, step under window.reference), at the states as they were taken.
 
-    kernel: the one that sampled the trained steps; loss: `ppo`, `guarded_ppo`, `divergence_masked` or one's own;
+    kernel: the one that sampled the trained steps; loss: `ppo`, `guarded_ppo`, `divergence_masked`, or one's own
+    Transition -> (values " w", keep or weight >= 0 " w", metrics), e.g.
+    `lambda q: (-q.advantages * q.ratio, torch.ones_like(q.ratio), {})`;
     log_prob: (x_next, mean, std) -> " w", used for now and then alike (the exact one of then is stored with the states);
     beta: 0, or the weight of kl, which needs window.reference. Of the credit it reads "advantage", "has_reward", "weight".
     Metrics: ratio_deviation = mean |ratio - 1| (0 expected at update 1), drift_rms, kl_reference, and per step of the grid
     ratio_deviation, std and output_grad (rms of d loss/d v). ValueError: a trained step without noise.
     """
     beta = require_number("beta", beta, low=0)
+    if getattr(loss, "needs_density", False) and log_prob is not transition_log_prob:
+        raise ValueError(f"the guard is derived for a Gaussian step scored by transition_log_prob, not by {log_prob!r}")
     require_steps_per_sample(steps_per_sample)
 
     def objective(velocity: Velocity, params: Params, window: Window) -> tuple[Tensor, Tensor, Metrics]:
         rewarded = has_reward(window)
         s, usable = finite_states(window_states(window, steps_per_sample=steps_per_sample), rewarded)
         v = velocity(params, s.x_t, s.t, s.cond)
-        q = _transition(v, s, window.credit["advantage"], kernel, log_prob, usable)
+        q = _transition(v, s, credit_of(window, "advantage"), kernel, log_prob, usable)
         values, keep, metrics = loss(q)
         if beta:
             mean, _ = kernel(s.x_t, reference_velocity(velocity, window, s), s.t, s.t_next)

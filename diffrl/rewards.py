@@ -358,6 +358,11 @@ def weighted_sum(
     """
     if not isinstance(rewards, Mapping) or not rewards:
         raise ValueError(f"rewards must be a non-empty mapping of rewards by name, got {rewards!r}")
+    for name, reward in rewards.items():
+        if not callable(reward):
+            raise ValueError(f"rewards[{name!r}] must be a callable, got {reward!r}")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise ValueError(f"weights must be a mapping by the rewards' names {sorted(rewards)}, got {weights!r}")
     if weights is not None and weights.keys() != rewards.keys():
         raise ValueError(f"weights {sorted(weights)} must have the names of the rewards {sorted(rewards)}")
     given = dict.fromkeys(rewards, 1.0) if weights is None else weights

@@ -68,7 +68,7 @@ def noisiest_nine_tenths(steps: int) -> range:
 
 
 def noisiest(count: int) -> TrainedSteps:
-    """The first `count` steps, where x_t is mostly noise: there G is the exact tilt (MATH: total-covariance caveat).
+    """The first `count` steps, where x_t is mostly noise: there G is the exact tilt (tests/test_theory.py, total covariance).
 
     >>> noisiest(3)(10)
     range(0, 3)
@@ -154,7 +154,10 @@ def _scored(trajectory: Trajectory, cond: Cond, seeds: Tensor, score: Score) -> 
     k = seeds.shape[1]
     rewards = rearrange(score(trajectory.x_0, _rows(seeds)), "(g k) -> g k", k=k)
     parts = getattr(score, "parts", None)
-    return Batch(trajectory, rewards, cond, None if parts is None else rearrange(parts, "(g k) j -> g k j", k=k))
+    if parts is None:
+        return Batch(trajectory, rewards, cond)
+    weights = getattr(score, "part_weights", None)
+    return Batch(trajectory, rewards, cond, rearrange(parts, "(g k) j -> g k j", k=k), weights)
 
 
 def _gridded(velocity: object) -> Gridded:

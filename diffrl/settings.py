@@ -13,6 +13,7 @@ from torch import Tensor
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
 from diffrl.checks import require_count, require_number
+from diffrl.loop import train
 from diffrl.models import from_pipeline
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.types import Params, Reward
@@ -154,6 +155,16 @@ def make_algorithm(s: Settings) -> Algorithm:
     return factory(**chosen)
 
 
+def rehearse(algorithm: Algorithm, s: Settings) -> None:
+    """One iteration on the closed-form toy, milliseconds: windows and steps that do not fit are refused here, not after
+    the first rollout of the real model. ValueError: as the algorithm's."""
+    toy_task = import_module("diffrl.tasks.toy")
+    model = toy_task.toy_model()
+    optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
+    prompts, reward = toy_task.PROMPTS, toy_task.toward_compass
+    next(train(model, algorithm, prompts, reward, optimizer, group_size=s.group_size, steps=s.steps, seed=0))
+
+
 def make_reward(name: str, *, threads: int = 2) -> Reward:
     """A reward by its name in `REWARDS`, or MODULE:FUNCTION, a reward itself. ValueError naming --reward; ImportError."""
     if name in REWARDS:
@@ -178,7 +189,7 @@ class Judge:
     def __init__(self, reward: Reward):
         self.reward, self.exact = reward, float("nan")
         if isinstance(reward, rewards.WeightedSum):  # its single values reach `Batch.parts` as without a judge
-            self.rewards, self.total = reward.rewards, reward.total
+            self.rewards, self.total, self.weights = reward.rewards, reward.total, reward.weights
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         if not isinstance(self.reward, rewards.TextReward):
@@ -210,6 +221,7 @@ def build(s: Settings) -> Bench:
     """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written."""
     check_settings(s)
     algorithm = make_algorithm(s)
+    rehearse(algorithm, s)
     reward = Judge(make_reward(s.reward, threads=s.threads))
     held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads)
     pipe, prompts, options = _pipeline(s)

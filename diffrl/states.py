@@ -79,6 +79,13 @@ def has_reward(window: Window) -> Bool[Tensor, " b"]:
     return window.credit.get("has_reward", torch.isfinite(window.rewards))
 
 
+def credit_of(window: Window, name: str) -> Tensor:
+    """What the credit says under this name. ValueError: it does not (pieces of two families do not fit together)."""
+    if name not in window.credit:
+        raise ValueError(f"this objective reads credit[{name!r}], and the credit has {sorted(window.credit)}")
+    return window.credit[name]
+
+
 def loss_weights(window: Window, keep: Bool[Tensor, " w"] | Float[Tensor, " w"], rows: Int[Tensor, " w"]) -> Tensor:
     """keep as it is, or times the credit's loss weight of each sample."""
     weight = window.credit.get("weight")
@@ -109,7 +116,7 @@ def reference_velocity(velocity: Velocity, window: Window, s: States) -> Tensor:
     """v at the same states under the reference params, without gradient."""
     if window.reference is None:
         raise ValueError(
-            "beta > 0 regularises toward reference params: window.reference is None (train(reference=...))"
+            "beta > 0 regularises toward reference params: window.reference is None (train keeps one where the Algorithm has needs_reference=True)"
         )
     with torch.no_grad():
         return velocity(window.reference, s.x_t, s.t, s.cond)

@@ -115,8 +115,8 @@ class AdaptiveRadius:
 
     Called as radius(step indices " w", kl " w") -> " w" by `objectives.guided_regression`, once per micro-batch; `advance`
     ends an update (the loop calls it after the optimizer's step), so that the split into micro-batches changes nothing.
-    It has a memory (`history`), which no checkpoint holds: a resumed run starts at `first` again. ValueError: q outside
-    [0, 1], counts < 1, first or floor <= 0.
+    It has a memory (`history`), which no checkpoint holds: every call of `loop.train`, also one that resumes, begins by
+    `reset`. ValueError: q outside [0, 1], counts < 1, first or floor <= 0.
     """
 
     def __init__(
@@ -127,6 +127,10 @@ class AdaptiveRadius:
         self.floor = require_number("floor", floor, low=0, open_low=True)
         self.first = require_number("first", first, low=0, open_low=True)
         self.per_step = per_step
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next radius is `first`."""
         self.history: list[tuple[Tensor, Tensor]] = []
         self._current: list[tuple[Tensor, Tensor]] = []
 

@@ -71,7 +71,8 @@ class Gridded(NamedTuple):
 # ---- what an algorithm is made of -------------------------------------------------------------------------------------
 
 Score: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(latents " b *d", prompt rows " b") -> rewards " b"; after the call `score.parts`, where it exists, is " b j" or None."""
+"""(latents " b *d", prompt rows " b") -> rewards " b"; after the call `score.parts`, where it exists, is " b j" or None,
+and `score.part_weights` its j weights."""
 
 Metrics: TypeAlias = dict[str, float]
 
@@ -79,13 +80,14 @@ Metrics: TypeAlias = dict[str, float]
 class Batch(NamedTuple):
     """One rollout of g prompts x k samples: its trajectory (b = g k rows, prompt-major), rewards, one cond row per prompt.
 
-    parts: the j single rewards that `rewards` is made of, where the reward has several; else None.
+    parts: the j single rewards that `rewards` is made of, where the reward has several, and their weights; else None.
     """
 
     trajectory: Trajectory
     rewards: Float[Tensor, " g k"]
     cond: Cond
     parts: Float[Tensor, " g k j"] | None = None
+    part_weights: tuple[float, ...] | None = None
 
 
 class Window(NamedTuple):
@@ -104,9 +106,11 @@ Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor
 
 
 class Algorithm(NamedTuple):
-    """Four functions and three facts; DESIGN's contract. `updates`: optimizer steps per batch, each on a disjoint window of
+    """Four functions and four facts. `updates`: optimizer steps per batch, each on a disjoint window of
     every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
-    `needs_reference`: the objective reads `window.reference`, which the loop then keeps."""
+    `needs_reference`: the objective reads `window.reference`, which the loop then keeps. `memory`: what it remembers between
+    updates (`trust_region.AdaptiveRadius`); the loop calls its reset() when training begins, advance() after each update.
+    `kept`: samples per prompt that `collect` hands on whatever it is given (sol_rl); group_size must equal it."""
 
     collect: Callable[[Velocity, Params, Cond, Int[Tensor, " g k"], Score], Batch]
     credit: Callable[[Batch], Mapping[str, Tensor]]
@@ -115,3 +119,5 @@ class Algorithm(NamedTuple):
     updates: int
     pool: int | None = None
     needs_reference: bool = False
+    memory: Any = None
+    kept: int | None = None

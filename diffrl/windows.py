@@ -82,12 +82,14 @@ def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = No
 class Score:
     """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward.
 
-    parts: after a call, the single rewards " b j" where the reward has several (`rewards.WeightedSum`), else None.
+    parts: after a call, the single rewards " b j" where the reward has several (`rewards.WeightedSum`), else None;
+    part_weights: their weights in the sum, where it tells them.
     """
 
     def __init__(self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str]):
         self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
         self.parts: Tensor | None = None
+        self.part_weights: tuple[float, ...] | None = getattr(reward, "weights", None)
 
     def __call__(self, latents: Tensor, rows: Tensor) -> Tensor:
         images = self.decode(latents.clone())  # where decode returns what it is given, a reward may write into it

@@ -21,6 +21,11 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
 
 
+def close(found: Tensor, expected, *, rtol: float = 1e-10, atol: float = 1e-13) -> None:
+    """Float64 numbers, equal but for rounding."""
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=F64), rtol=rtol, atol=atol)
+
+
 class Atoms(NamedTuple):
     """A finite data distribution with rewards in [0, 1]."""
 
@@ -78,7 +83,7 @@ def moments(w: Tensor, reward: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def six_atoms() -> Atoms:
-    """Six equally likely atoms on a line, rewards 0, .2, ..., 1. MATH section 4 prints 1.00, 1.05, .45, .001 without its
+    """Six equally likely atoms on a line, rewards 0, .2, ..., 1. An earlier note printed 1.00, 1.05, .45, .001 without its
     toy: this one, found by a search over half-integers, prints the same."""
     x = torch.tensor([-3.5, -2.0, 0.0, 0.0, 0.0, 2.0], dtype=F64)
     return Atoms(x[:, None], torch.full((6,), 1 / 6, dtype=F64), torch.arange(6, dtype=F64) / 5)
@@ -93,7 +98,7 @@ def line_density(world: Atoms, s: Tensor, t: float) -> Tensor:
 def collapse_recursion(
     c: float, iterations: int, *, steps: int = 10, shift: float = 3.0, rate: float = 0.2
 ) -> list[float]:
-    """Endpoint std after 0..iterations updates A += rate c (A_ideal(S^2) - A) in plain floats (MATH section 4)."""
+    """Endpoint std after 0..iterations updates A += rate c (A_ideal(S^2) - A) in plain floats."""
     u = [1 - i / steps for i in range(steps + 1)]
     t = [shift * x / (1 + (shift - 1) * x) for x in u]
 

@@ -1,4 +1,4 @@
-"""Every algorithm as a whole: two iterations of the loop against a plain script written from MATH's table of baselines.
+"""Every algorithm as a whole: two iterations of the loop against a plain script written from the table of baselines.
 
 The script (`reference_run`) has its own rollout, noise, advantages, losses and optimizer steps, in torch and numpy alone;
 the rows of the table are data. It writes what the library does in another form where there is one: kernels as drift plus
@@ -64,7 +64,7 @@ TIMES = [1 - i / STEPS for i in range(STEPS + 1)]
 
 
 class Row(NamedTuple):
-    """One method of MATH section 8, as data."""
+    """One method of the table of baselines, as data."""
 
     rollout: str  # flow | dance | cps | euler | dpm2
     loss: str  # ppo | guard | guard of the batch | dppo | nft | awm | art
@@ -840,7 +840,7 @@ def test_mean_least_and_greatest_optimality_are_metrics_whatever_the_micro_batch
 
 
 def test_per_step_output_gradients_are_flow_grpo_s_closed_form():
-    """At ratio 1, t < 1: dL/dv = A z (1 + eta^2/2) D/(dim s), s the step's std, z the injected noise (MATH section 8)."""
+    """At ratio 1, t < 1: dL/dv = A z (1 + eta^2/2) D/(dim s), s the step's std, z the injected noise."""
     # Samples turned to noise and nothing said why: std, ratio, gradient per step. https://github.com/XueZeyue/DanceGRPO/issues/79
     _, (row,) = descent(algorithms.flow_grpo(beta=0.0, updates=1), iterations=1)
     seeds_ = seeds_of(0)

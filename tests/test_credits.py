@@ -19,7 +19,9 @@ from diffrl.credits import (
     advantages_of_sum,
     best_against_worst,
     covariance_credit,
+    direction_credit,
     extremes,
+    labels_of,
     negative_part,
     optimality_credit,
     positive_part,
@@ -347,3 +349,19 @@ def test_control_other_groupings_and_ties_broken_twice_would_be_seen():
     assert set(top.tolist()) & set(bottom.tolist())  # best and worst by two sorts overlap under ties
     assert int((extremes(values, values == 0, count=4) > 0).sum()) == 4
     assert not torch.equal(group_advantages(rewards), group_advantages(rewards, spread=batch_std))
+
+
+def test_a_direction_of_the_group_is_told_to_each_of_its_samples():
+    value, alive = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([True, False])
+    told = direction_credit(value, alive, torch.tensor([[True, False, True], [True, True, False]]))
+    assert told["direction"].tolist() == [[1.0, 2.0]] * 3 + [[3.0, 4.0]] * 3
+    assert told["alive"].tolist() == [True] * 3 + [False] * 3
+    assert told["has_reward"].tolist() == [True, False, True, True, True, False]
+
+
+def test_labels_are_numbers_of_the_rewards_shape():
+    rewards = torch.tensor([[1.0, 2.0], [0.0, 3.0]])
+    told = Batch(None, rewards, {})
+    assert labels_of(told, lambda b: b.rewards > 1).tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    with pytest.raises(ValueError, match="labels must have"):
+        labels_of(told, lambda b: b.rewards.T[:1])

@@ -67,12 +67,19 @@ def test_signal_energy_is_the_sum_over_the_drawn_pairs():
     rewards, x = normal(3, 9), normal(3, 9, 2, 2, seed=1)
     rewards[1, [0, 4]], rewards[2, 1] = NAN, INF
     x[~torch.isfinite(rewards)] = NAN
-    draws = torch.rand((2, 3, 9), generator=torch.Generator().manual_seed(0))
+    draws = torch.rand((2, 9), generator=torch.Generator().manual_seed(0))
     for group, got in enumerate(signal_energy(rewards, x, pairings=2).tolist()):
         kept = torch.isfinite(rewards[group]).nonzero().flatten()
-        orders = [kept[draws[m, group, kept].argsort()].tolist() for m in range(2)]
+        orders = [kept[draws[m, kept].argsort()].tolist() for m in range(2)]
         expected = [pair_energy(rewards[group].tolist(), x[group].numpy(), order) for order in orders]
         assert got == pytest.approx(sum(expected) / 2, rel=1e-10)
+
+
+def test_what_a_group_says_does_not_depend_on_the_other_groups():
+    rewards, x = normal(5, 8), normal(5, 8, 4, seed=1)
+    whole = signal_fraction(rewards, x)
+    for group in range(5):
+        assert torch.equal(signal_fraction(rewards[group : group + 1], x[group : group + 1])[0], whole[group])
 
 
 def test_over_all_pairings_it_is_the_unbiased_hsic():
@@ -352,7 +359,7 @@ def gaussian_bins(times, k: int = 20_000, variance: float = 0.49):
         total = (1 - t) ** 2 * variance + t**2
         mean = m + (1 - t) * variance / total * (s - (1 - t) * m)
         guesses.append(predict_x_0(s, (s - mean) / t, t))
-        expected.append(a * variance * t**2 / total)  # t |Cov(R, u|s)| of MATH section 4
+        expected.append(a * variance * t**2 / total)  # t |Cov(R, u|s)|
     return (x @ a)[None], x[None], torch.stack(guesses, 1)[None], torch.stack(expected)
 
 

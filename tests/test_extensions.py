@@ -9,8 +9,8 @@ from oracles import F64, normal
 from toys import rows_of, start
 
 from diffrl import conflicts, directions
-from diffrl.algorithms import Batch, Window, art
-from diffrl.credits import covariance_credit
+from diffrl.algorithms import Batch, Window, art, dance_grpo
+from diffrl.credits import covariance_credit, sum_of_advantages
 from diffrl.extensions import (
     Force,
     art_binned,
@@ -20,7 +20,7 @@ from diffrl.extensions import (
     force_spectrum,
     several_rewards_credit,
 )
-from diffrl.loop import train
+from diffrl.loop import diagnose, train
 from diffrl.rewards import weighted_sum
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.types import Trajectory
@@ -128,6 +128,40 @@ def test_art_steady_is_art_weighted_by_spread_with_one_update_and_a_lagging_beha
         art_steady(retention=1.5)
 
 
+def test_settings_of_art_reach_the_credit_or_are_refused():
+    told = batch()
+    for make in (art_steady, art_binned):
+        once, twice = (make(scale=s).credit(told)["direction"] for s in (1.0, 2.0))
+        torch.testing.assert_close(twice, 2 * once)
+        labelled = make(labels=lambda b: -b.rewards).credit(told)["direction"]
+        torch.testing.assert_close(labelled, -once)
+        with pytest.raises(ValueError, match="rms_axes"):
+            make(rms_axes=(0,))
+
+
+def test_the_doctor_understands_a_direction_per_step():
+    assert diagnose(toy_model(), art_binned(), PROMPTS, toward_compass).ok
+
+
+def test_weights_of_several_rewards_reach_direction_and_advantages():
+    told = batch(parts=2)._replace(part_weights=(1.0, -2.0))
+    weights, x_0 = torch.tensor([1.0, -2.0], dtype=F64), told.trajectory.x_0.reshape(2, 4, 5)
+    for direction in (conflicts.sum_of_rewards, conflicts.sum_of_directions, conflicts.pcgrad):
+        found = several_rewards_credit(direction)(told)["direction"]
+        assert torch.equal(found, direction(told.parts, x_0, weights=weights).value.repeat_interleave(4, 0))
+    with pytest.raises(ValueError, match="no weights"):
+        several_rewards_credit(conflicts.min_norm)(told)
+    single = [sum_of_advantages()(told._replace(parts=told.parts[..., j : j + 1], part_weights=None)) for j in (0, 1)]
+    torch.testing.assert_close(sum_of_advantages()(told), single[0] - 2 * single[1])
+
+
+def test_a_reward_with_weight_minus_one_is_descended():
+    reward = weighted_sum({"compass": toward_compass}, {"compass": -1.0})
+    for algorithm in (dance_grpo(), art()._replace(credit=several_rewards_credit(conflicts.sum_of_directions))):
+        rows = rows_of(start(toy_model(), algorithm, reward=reward, steps=8), 15)
+        assert rows[-1]["reward/mean"] > rows[0]["reward/mean"]
+
+
 def test_art_steady_trains_the_noisier_half_of_the_steps():
     seen = []
     steady = art_steady()
@@ -189,7 +223,7 @@ def test_coherent_forces_do_not_cancel_and_alternating_ones_do():
 
 def test_force_spectrum_refuses():
     window, params = linear_window()
-    for groups in ({}, {"a": ["nothing"]}):
+    for groups in ({}, {"a": ["nothing"]}, {"a": []}):
         with pytest.raises(ValueError, match="groups must name"):
             force_spectrum(linear, params, window, groups=groups)
     with pytest.raises(ValueError, match="states"):

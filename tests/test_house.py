@@ -1,4 +1,4 @@
-"""The house rules that a machine can check (DESIGN): floors, light import, lengths, documentation, controls, no global randomness.
+"""The house rules that a machine can check: floors, light import, lengths, documentation, controls, no global randomness.
 
 Every rule is a function of source text, and each has a negative control: a test with `control` in its name that breaks the rule.
 The convention for all test files: a negative control has `control` in its test's name, or says "negative control" in its body.
@@ -20,15 +20,17 @@ TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 FLOORS = {
     **dict.fromkeys(("version", "types", "checks", "numbers"), 0),
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
-    **dict.fromkeys(("directions", "conflicts", "diversity"), 1),
+    **dict.fromkeys(("directions", "conflicts", "diversity", "fp4"), 1),
     **dict.fromkeys(("schedules", "partitions", "costs", "simulation", "lending", "presets"), 1),
-    **dict.fromkeys(("quant", "trust_region", "rewards", "models", "families"), 2),
-    **dict.fromkeys(("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions"), 3),
+    **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
+    **dict.fromkeys(
+        ("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions", "sol_rl"), 3
+    ),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
-    *("accelerate", "ray", "scipy", "tokenizers"),
+    *("accelerate", "ray", "scipy", "tokenizers", "torchao"),
 }
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
 LONG_FUNCTIONS = {
@@ -174,7 +176,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.parallel"
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.parallel"
 
 
 def test_importing_the_library_loads_nothing_heavy():

@@ -1372,3 +1372,75 @@ def test_control_a_replay_that_is_not_the_rollout_shows_in_the_ratio_of_its_step
     assert {"replay equals rollout", "ratio is 1"} <= failed(report)
     gaps = dict(re.findall(r"t=(\d\.\d{3}) (\d\.\de[+-]\d\d)", str(report)))
     assert {t for t, gap in gaps.items() if float(gap) > 1e-3} == {t for t in gaps if float(t) < 0.5}
+
+
+# ---- what a collect, a credit or a resumption of one's own may get wrong ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda b: b._replace(trajectory=b.trajectory._replace(x_t=torch.cat([b.trajectory.x_t] * 2))),
+            "trajectory.x_t",
+        ),
+        (lambda b: b._replace(trajectory=b.trajectory._replace(v=b.trajectory.v[:, 1:])), "trajectory.v must have 32"),
+        (lambda b: b._replace(trajectory=b.trajectory._replace(seeds=b.trajectory.seeds[:3])), "one seed per sample"),
+        (lambda b: b._replace(cond={"prompt": b.cond["prompt"].repeat_interleave(8)}), "leading axis 4"),
+        (lambda b: b._replace(parts=torch.zeros(4, 16, 2)), "parts must be"),
+    ],
+)
+def test_a_batch_of_other_rows_is_refused_before_it_trains(spoil, message):
+    plain = art()
+    spoilt = plain._replace(collect=lambda *given: spoil(plain.collect(*given)))
+    with pytest.raises(ValueError, match=message):
+        next(start(toy_model(), spoilt))
+
+
+def test_a_credit_that_is_no_tensor_per_sample_is_refused():
+    with pytest.raises(ValueError, match=r"credit\['weight'\] must have one row per sample \(32\), got 0.5"):
+        next(start(toy_model(), art()._replace(credit=lambda batch: {**art().credit(batch), "weight": 0.5})))
+
+
+def test_behaviour_of_other_params_is_refused_and_a_missing_one_is_warned_about():
+    for bad in ({"other": torch.zeros(1)}, {**values_of(toy_model().params), "mean": torch.zeros(3, 2)}, "live"):
+        with pytest.raises(ValueError, match="behaviour"):
+            start(toy_model(), algorithms.nft(anchor=0), behaviour=bad, start=1)
+    with pytest.warns(UserWarning, match="without behaviour="):
+        start(toy_model(), algorithms.nft(anchor=0), start=1)
+    with pytest.raises(ValueError, match="reference"):
+        start(toy_model(), art(), reference={"other": torch.zeros(1)})
+    with pytest.raises(ValueError, match="reference"):
+        start(toy_model(), algorithms.flow_grpo(), reference="first")
+
+
+def test_a_given_reference_reaches_objectives_that_the_algorithm_does_not_announce():
+    seen = []
+
+    def objective(velocity, params, window):
+        seen.append(window.reference)
+        return art().objective(velocity, params, window)
+
+    model = toy_model()
+    given = {name: value + 1 for name, value in values_of(model.params).items()}
+    next(start(model, art()._replace(objective=objective), reference=given))
+    assert all(same(reference, given) for reference in seen)
+    assert len(seen) == 2
+
+
+def test_a_behaviour_of_some_live_and_some_averaged_params_is_averaged_rightly():
+    """The live ones change in place during the updates: they are copied first, tensor by tensor."""
+    seen = []
+
+    def behaviour(old, new, i):
+        seen.append((old["log_std"].clone(), new["log_std"].detach().clone()))
+        return {"mean": ema(old, new, decay=0.5)["mean"], "log_std": new["log_std"]}
+
+    rows_of(start(toy_model(), art()._replace(behaviour=behaviour)), 3)
+    assert all(not torch.equal(old, new) for old, new in seen)
+
+
+def test_an_rms_over_micro_batches_is_the_root_of_the_mean_square():
+    whole, parts = (rows_of(start(toy_model(), art(), micro_batch=size), 2) for size in (None, 3))
+    for a, b in zip(whole, parts, strict=True):
+        assert a["drift_rms/update_2"] == pytest.approx(b["drift_rms/update_2"], rel=1e-4)

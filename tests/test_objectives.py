@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import F64, normal, refuses, rms
+from oracles import F64, close, normal, refuses, rms
 from strategies import seeds
-from toys import rows_of, start
+from toys import rows_of, start, timeless
 
 from diffrl.algorithms import art
-from diffrl.loop import update
+from diffrl.loop import diagnose, update
 from diffrl.losses import advantage_weighted_matching, flat_weight, masked_mean, nft_negative, nft_positive
 from diffrl.objectives import (
     generalised_huber_matching,
@@ -26,7 +26,8 @@ from diffrl.objectives import (
 )
 from diffrl.rollouts import RENOISE_STREAM, collect_renoised, subset_of_steps
 from diffrl.sampling import dance_sde_step, interpolate, seeded_noise, time_grid
-from diffrl.tasks.toy import toy_model
+from diffrl.states import credit_of
+from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.trust_region import AdaptiveRadius, kl_proxy
 from diffrl.types import Gridded, Trajectory, Window
 from diffrl.windows import select_rows, window_of
@@ -70,10 +71,6 @@ def outcome(objective, window: Window, theta: torch.Tensor = MOVED):
     loss, keep, metrics = objective(linear, {"theta": theta}, window)
     value = masked_mean(loss, keep)
     return value.detach(), torch.autograd.grad(value, theta)[0], metrics
-
-
-def close(found, expected, *, rtol=1e-10, atol=1e-13):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=F64), rtol=rtol, atol=atol)
 
 
 def states_of(window: Window, theta: torch.Tensor) -> list[SimpleNamespace]:
@@ -325,6 +322,59 @@ def test_the_radius_keeps_the_type_and_carries_no_gradient():
         assert not found.requires_grad
 
 
+def test_every_training_begins_without_a_memory():
+    algorithm = art(radius=AdaptiveRadius())
+    first = timeless(rows_of(start(toy_model(), algorithm), 3))
+    assert timeless(rows_of(start(toy_model(), algorithm), 3)) == first
+    diagnose(toy_model(), algorithm, PROMPTS, toward_compass)
+    assert algorithm.memory.history == []
+    wrapped = algorithm._replace(objective=lambda *window: algorithm.objective(*window))
+    assert (
+        timeless(rows_of(start(toy_model(), wrapped), 3)) == first
+    )  # the memory is the algorithm's, not the objective's
+
+
+@pytest.mark.parametrize("bad", [None, "far", torch.tensor(1e-5), -torch.ones(B * S), torch.zeros(B * S)])
+def test_a_radius_function_that_returns_no_radius_is_refused(bad):
+    window = window_for(direction=normal(B, *SHAPE, seed=3))
+    with pytest.raises(ValueError, match="radius must return"):
+        guided_regression(radius=lambda columns, kl: bad)(linear, {"theta": MOVED}, window)
+
+
+@pytest.mark.parametrize("steps", [S - 1, S + 1])
+def test_a_direction_of_another_number_of_steps_is_refused(steps):
+    window = window_for(direction=normal(B, steps, *SHAPE, seed=3))
+    with pytest.raises(ValueError, match=f"{S} kept steps"):
+        guided_regression()(linear, {"theta": MOVED}, window)
+
+
+def test_pieces_of_two_families_say_what_they_miss():
+    window = window_for()
+    window = window._replace(credit={"direction": normal(B, *SHAPE, seed=3)})
+    for objective in (nft_regression(anchor=0), matching_ratio()):
+        with pytest.raises(ValueError, match="direction"):
+            objective(linear, {"theta": MOVED}, window)
+    assert credit_of(window, "direction") is window.credit["direction"]
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_velocity_in_half_precision_costs_only_its_own_rounding(half):
+    """What is multiplied with it stays float32: optimality near 1/2 and t do not fall to half precision."""
+    r = 0.5 + 0.004 * torch.rand(B, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    window = window_for(optimality=r, advantage=r - 0.5)
+    tr = window.trajectory
+    window = window._replace(
+        trajectory=tr._replace(**{n: getattr(tr, n).float() for n in ("x_0", "x_t", "x_next", "v")})
+    )
+
+    def rounded(dtype):
+        return lambda params, x, t, cond: linear(params, x, t, cond).to(half).to(dtype)
+
+    for objective in (nft_regression(anchor=0), matching_ratio(score=generalised_huber_matching())):
+        low, high = (objective(rounded(d), {"theta": MOVED.float()}, window)[0] for d in (half, torch.float32))
+        torch.testing.assert_close(low, high, rtol=1e-6, atol=0)
+
+
 def test_adaptive_radii_need_sensible_numbers():
     for name, bad in (("q", 1.5), ("q", NAN), ("updates", 0), ("updates", 1.5), ("floor", 0.0), ("first", -1.0)):
         with refuses(name, bad):
@@ -337,15 +387,15 @@ def test_guided_regression_under_an_adaptive_radius_masks_half_of_a_steady_drift
     objective = guided_regression(radius=radius)
     _, first, _ = objective(linear, {"theta": MOVED}, window)
     assert first.all()
-    objective.after_update()
+    radius.advance()
     _, second, metrics = objective(linear, {"theta": MOVED}, window)
     kl = radius.history[0][1]
     outward = ~guided_regression(radius=0.0)(linear, {"theta": MOVED}, window)[1]
     assert torch.equal(~second, outward & (kl >= torch.quantile(kl, 0.5)))
     assert 0 < metrics["masked_fraction"] <= 0.5
-    objective.after_update()
+    radius.advance()
     assert objective(linear, {"theta": THETA}, window)[1].all()
-    objective.after_update()
+    radius.advance()
     assert len(radius.history) == 2  # the on-policy update did not count
 
 
@@ -381,7 +431,7 @@ def test_nft_is_the_factor_times_both_branches_plus_the_anchor(beta, weighted):
 
 
 def nft_example(r: float = 0.8) -> tuple[Window, dict]:
-    """MATH 11.7: one sample at t = .5."""
+    """One sample at t = .5."""
     x_0, eps = torch.tensor([[1.0, 0.0]], dtype=F64), torch.tensor([[0.0, 1.0]], dtype=F64)
     half, zeros = torch.tensor([0.5], dtype=F64), torch.zeros(1, 1, dtype=F64)
     v_old, x_t = torch.tensor([[[0.2, 0.1]]], dtype=F64), ((x_0 + eps) / 2)[:, None]
@@ -413,7 +463,7 @@ def test_golden_nft(beta, options, expected):
 @settings(max_examples=15)
 @given(seeds, st.floats(0, 1), st.floats(0.05, 2))
 def test_the_forces_of_the_branches_at_the_old_velocity(seed, r, beta):
-    """-dL/dv = (2 t^2/dim) c h, h = u - v_old, c = 2r - 1, r, -(1 - r): beta scales restoration only (MATH 4, derived)."""
+    """-dL/dv = (2 t^2/dim) c h, h = u - v_old, c = 2r - 1, r, -(1 - r): beta scales restoration only."""
     window = window_for(optimality=torch.full((B,), r, dtype=F64))
     tr = window.trajectory
     h = torch.stack([s.u - s.v_old for s in states_of(window, THETA)])
@@ -514,7 +564,7 @@ def test_the_scores_are_0_at_0_and_relate_to_each_other(seed, power):
 
 @pytest.mark.parametrize("name", ["plain", "time", "huber"])
 def test_the_on_policy_gradient_is_that_of_the_weighted_flow_matching_loss(name):
-    """A grad MSE for the plain score (MATH 8), -A grad score in general."""
+    """A grad MSE for the plain score, -A grad score in general."""
     window = window_for()
     piece, score = SCORES[name]
     _, gradient, metrics = outcome(matching_ratio(clip=1e-4, score=piece), window, THETA)
@@ -696,3 +746,9 @@ def test_control_another_reference_kernel_branch_or_sign_would_be_seen():
     )
     assert float(rms(window.trajectory.v - window.trajectory.x_t).min()) > 0.1  # the states are no fixed points
     assert float(value) > 0
+
+
+def test_art_without_a_direction_says_what_it_misses():
+    window = window_for()._replace(credit={"advantage": torch.zeros(B, dtype=F64)})
+    with pytest.raises(ValueError, match=r"reads credit\['direction'\], and the credit has \['advantage'\]"):
+        guided_regression()(linear, {"theta": MOVED}, window)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import F64, normal, refuses
+from oracles import F64, close, normal, refuses
 from strategies import seeds, time_pairs
 from torch import distributions
 from torch.distributions import kl_divergence
@@ -87,10 +87,6 @@ def outcome(objective, window: Window, theta: torch.Tensor = MOVED):
     loss, keep, metrics = objective(linear, {"theta": theta}, window)
     value = masked_mean(loss, keep)
     return value.detach(), torch.autograd.grad(value, theta)[0], metrics
-
-
-def close(found, expected, *, rtol=1e-10, atol=1e-13):
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=F64), rtol=rtol, atol=atol)
 
 
 def v_at(params, x_t, t, cond):
@@ -255,7 +251,7 @@ def test_the_guard_s_exponent_is_the_mean_of_z_dmu_and_its_weight_1_over_delta(s
 
 
 def gain_on_v(kernel: str, t: float, t_next: float) -> float:
-    """-d mean/d v, derived here from each kernel's equation (MATH 8 gives Flow-SDE's for t < 1)."""
+    """-d mean/d v, derived here from each kernel's equation."""
     d, eta = t - t_next, ETA[kernel]
     if kernel == "flow":
         return (1 + eta**2 / 2) * d if t < 1 else d

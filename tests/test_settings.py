@@ -29,6 +29,7 @@ from diffrl.settings import (
     make_reward,
     parse_trained_steps,
     read_prompts,
+    rehearse,
 )
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.types import Gridded
@@ -466,3 +467,29 @@ def test_a_judge_hands_the_single_values_of_a_sum_on():
     summed = watched(lambda images, prompts: both(images, prompts))
     assert seen[-1] is None
     assert not torch.equal(summed["mean"], plain["mean"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changed", "message"),
+    [
+        ("mix_grpo", {"steps": 3}, "window of size 4"),
+        ("flow_dppo", {"steps": 4}, "steps_per_sample=3 of 2"),
+        ("flow_grpo_fast", {"steps": 3}, "window of size 3"),
+        ("cps_grpo", {"trained_steps": "all"}, "std is 0"),
+        ("mix_grpo", {"group_size": 3}, "4 updates"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(algorithm, changed, message):
+    s = replace(Settings(), algorithm=algorithm, **changed)
+    made = make_algorithm(s)
+    with pytest.raises(ValueError, match=message):
+        rehearse(made, s)
+    with pytest.raises(ValueError, match=message):
+        build(s)
+
+
+@pytest.mark.parametrize("name", algorithms.__all__)
+def test_a_rehearsal_of_every_named_algorithm_passes(name):
+    if name in ALGORITHMS:
+        s = replace(Settings(), algorithm=name)
+        rehearse(make_algorithm(s), s)
