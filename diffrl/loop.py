@@ -39,9 +39,9 @@ from diffrl.windows import (
     Score,
     encode,
     params_distance,
+    parts_of,
     prompts_of_iteration,
     reward_metrics,
-    select_rows,
     split_within_prompt,
     window_of,
 )
@@ -74,6 +74,7 @@ def train(
     start: int = 0,
     behaviour: Params | None = None,
     micro_batch: int | None = None,
+    pack: int | None = None,
     rollout_chunk: int | None = None,
     split: Split | None = None,
     reference: Params | None = None,
@@ -84,8 +85,8 @@ def train(
     model: `models.Model` or anything with its first six functions. steps: sampling steps. prompts_per_iteration: None =
     every prompt each time; else a function of (seed, i) alone. Seeds of samples: (seed, i, prompt, member). images: one
     per prompt, for image-to-video. start, behaviour: where a resumed run goes on (params and optimizer already loaded).
-    micro_batch: samples per backward (gradients equal to rounding, metrics are means over the parts); rollout_chunk: samples per
-    velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
+    micro_batch: samples per backward, or pack: states per backward, i.e. pairs (sample, trained step) (gradients equal to
+    rounding, metrics are means over the parts); rollout_chunk: samples per velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
     reference: params that a KL or an anchor pulls toward; None: a copy of the first ones, which a resumed run must be given.
     before_iteration: called with the optimizer first (e.g. to reset its state: `lambda o: o.state.clear()`).
 
@@ -97,16 +98,13 @@ def train(
     group_size = require_count("group_size", group_size, low=2)
     steps, start = require_count("steps", steps), require_count("start", start, low=0)
     seed = require_count("seed", seed, low=0)
-    grad_clip = (
-        None if grad_clip is None else require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
-    )
+    if grad_clip is not None:
+        grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
     g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
     if g > len(prompts):
         raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
     _check_algorithm(algorithm, group_size)
-    for name, size in (("micro_batch", micro_batch), ("rollout_chunk", rollout_chunk)):
-        if size is not None:
-            require_count(name, size)
+    _check_sizes(micro_batch=micro_batch, pack=pack, rollout_chunk=rollout_chunk)
     _check_optimizer(optimizer, model.params)
     if not callable(reward):
         raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
@@ -116,7 +114,9 @@ def train(
         algorithm.memory.reset()
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
-    plan = _Plan(prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt, reference)
+    plan = _Plan(
+        prompts, images, g, group_size, seed, grad_clip, micro_batch, pack, split or split_within_prompt, reference
+    )
     return _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration)
 
 
@@ -130,6 +130,7 @@ class _Plan(NamedTuple):
     seed: int
     grad_clip: float | None
     micro_batch: int | None
+    pack: int | None
     split: Split
     reference: Params | None
 
@@ -164,7 +165,8 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         parts = [window_of(batch, credit, rows, plan.reference) for rows in windows]
         updates = []
         for part in parts:  # 3. optimizer steps on disjoint windows of every group
-            updates.append(update(algorithm.objective, model, optimizer, part, plan.grad_clip, plan.micro_batch))
+            sizes = (plan.grad_clip, plan.micro_batch, plan.pack)
+            updates.append(update(algorithm.objective, model, optimizer, part, *sizes))
             if algorithm.memory is not None:
                 algorithm.memory.advance()
         behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
@@ -183,24 +185,21 @@ def update(
     window: Window,
     grad_clip: float | None = 1.0,
     micro_batch: int | None = None,
+    pack: int | None = None,
 ) -> dict[str, float]:
     """One optimizer step on one window: masked mean of the objective, gradient norm clipped. Returns loss and metrics.
 
-    micro_batch: samples per backward; parts are weighted by their share of the window, so the gradient is the whole
-    window's. ValueError: a gradient that is not finite (nothing is stepped then).
+    micro_batch, pack: samples, or states, per backward (`windows.parts_of`); parts are weighted by their share of the
+    window, so the gradient is the whole window's. ValueError: a gradient that is not finite (nothing is stepped then).
     """
     for p in model.params.values():  # zero_grad, also of those that this optimizer does not step: they are in the norm
         p.grad = None
-    n = len(window.rewards)
-    if n == 0:
-        raise ValueError("an update's window is empty: split must give every update some rows")
     total = 0.0
-    told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the samples of the part that told it
+    told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the size of the part that told it
     with torch.enable_grad():
-        for rows in torch.arange(n).split(micro_batch or max(n, 1)):
-            part = window if len(rows) == n else select_rows(window, rows)
+        for part, share, whole in parts_of(objective, window, micro_batch=micro_batch, pack=pack):
             loss, keep, metrics = objective(model.velocity, model.params, part)
-            value = masked_mean(loss, keep) * (len(rows) / n)
+            value = masked_mean(loss, keep) * (share / whole)
             if not value.requires_grad:
                 raise ValueError(
                     "the loss has no gradient: velocity or objective detaches it, or model.params do not require grad"
@@ -208,7 +207,7 @@ def update(
             value.backward()
             total += float(value.detach())
             for name, number in metrics.items():
-                told.setdefault(name, []).append((float(number), len(rows)))
+                told.setdefault(name, []).append((float(number), share))
     params = list(model.params.values())
     norm = torch.nn.utils.clip_grad_norm_(params, torch.inf if grad_clip is None else grad_clip)
     if not bool(torch.isfinite(norm)):
@@ -282,6 +281,16 @@ def _check_behaviour(algorithm: Algorithm, behaviour: Params | None, params: Par
     elif start > 0 and algorithm.behaviour is not live:
         text = f"start={start} without behaviour=: the live params roll out first, which is another run than the one resumed"
         warnings.warn(text, stacklevel=3)
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            require_count(name, size)
+    if sizes["micro_batch"] is not None and sizes["pack"] is not None:
+        raise ValueError(
+            f"micro_batch={sizes['micro_batch']} counts samples and pack={sizes['pack']} states: give one of them"
+        )
 
 
 def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
