@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import refuses
 from test_states import window_for
-from toys import toy_run
+from toys import toy_run, wide
 
 from diffrl import algorithms
 from diffrl.algorithms import art, awm, dance_grpo, flow_dppo, flow_grpo, nft
@@ -20,20 +20,6 @@ from diffrl.states import trained_pairs, window_states
 from diffrl.tasks.toy import PROMPTS, toy_model
 from diffrl.types import Window
 from diffrl.windows import parts_of
-
-
-def wide(algorithm):
-    """The algorithm with everything it collected in float64 (the library's noise is float32)."""
-
-    def collect(*args):
-        batch = algorithm.collect(*args)
-        kept = batch.trajectory._asdict()
-        return batch._replace(
-            trajectory=batch.trajectory._replace(**{n: x.double() for n, x in kept.items() if n != "seeds"})
-        )
-
-    return algorithm._replace(collect=collect)
-
 
 FAMILIES = {
     "art": lambda: art(updates=1),
