@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 EPILOG = """examples:
   diffrl train --task digits --algorithm art --output runs/demo
   diffrl train --resume runs/demo
+  diffrl train --task digits --engine ray --generators 1 --trainers 1 --fragments 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
   diffrl doctor --task digits --algorithm art
   diffrl pretrain digits --output my_digits
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One option per field of Settings, with its default and help."""
-    from diffrl.settings import ALGORITHMS, REWARDS, TASKS, Settings
+    from diffrl.settings import ALGORITHMS, ENGINES, REWARDS, TASKS, Settings
 
     helps = {
         "task": f"one of {', '.join(TASKS)}",
@@ -70,12 +71,18 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "eval_samples": "held-out samples per prompt",
         "checkpoint_every": "iterations between checkpoints",
         "micro_batch": "samples per backward pass; none: the whole window",
+        "pack": "states (sample, step) per backward pass; none: as many as the window or fragment has",
         "rollout_chunk": "samples per model call in the rollout; none: all",
         "height": "pixels; none: the task's own",
         "width": "pixels; none: the task's own",
         "guidance_scale": "none: the task's own",
         "device": "where the model runs",
         "threads": "of torch and the OCR engine",
+        "engine": f"who runs the iterations, one of {', '.join(ENGINES)}",
+        "generators": "actors that sample (ray)",
+        "trainers": "ranks that train (ray)",
+        "fragments": "parts of a batch that are generated, scored and trained on their own (in_process, ray)",
+        "stale": "first fragments that may be generated under weights one iteration old (in_process, ray)",
     }
     for field in fields(Settings):
         default: Any = field.default

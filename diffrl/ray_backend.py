@@ -122,6 +122,7 @@ def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Fu
             if whole.done():
                 return
             error = future.exception()
+            error = getattr(error, "cause", None) or error  # what a task raised, without Ray's traceback around it
             left[0] -= 1
             try:
                 if error is not None:

@@ -28,6 +28,7 @@ import torch
 
 from diffrl.algorithms import live
 from diffrl.checks import require_count
+from diffrl.engines import engine_rows
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.settings import Bench, Evaluation, Settings, build, evaluate
@@ -237,6 +238,7 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
         "seed": s.seed,
         "prompts_per_iteration": s.prompts_per_iteration,
         "micro_batch": s.micro_batch,
+        "pack": s.pack,
         "rollout_chunk": s.rollout_chunk,
     }
     # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
@@ -248,26 +250,25 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
 
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    training = train(
-        bench.model,
-        algorithm,
-        bench.prompts,
-        bench.reward,
-        optimizer,
-        start=start,
-        behaviour=behaviour,
-        reference=initial,  # the adapter as it was seeded, also in a resumed run
-        **settings,
-    )
+    # The reference is the adapter as it was seeded, also in a resumed run.
+    plain = {"start": start, "behaviour": behaviour, "reference": initial}
+    training: Any
+    if s.engine == "loop":
+        training = train(bench.model, algorithm, bench.prompts, bench.reward, optimizer, **plain, **settings)
+    else:
+        off_policy = bench.algorithm.behaviour is not live
+        published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
+        training = engine_rows(s, bench, optimizer, published=published, **plain)
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
     )
     bar = None if progress is None else progress(total=s.iterations, initial=start)
-    with _graceful_interrupt() as noted, (folder / "metrics.jsonl").open("a") as file:
+    opened = (folder / "metrics.jsonl").open("a")
+    with _graceful_interrupt() as noted, opened as file, contextlib.closing(training):
         latest = next((r["eval/exact_match"] for r in reversed([*rows, base]) if "eval/exact_match" in r), None)
         for i in range(start, s.iterations):
             row: dict[str, Any] = next(training)
-            row["reward/exact_match"] = bench.reward.exact
+            row["reward/exact_match"] = bench.reward.exact if s.engine == "loop" else math.nan  # it saw a fragment
             last = i == s.iterations - 1
             if i == 0 and not last:
                 row |= base

@@ -339,6 +339,14 @@ def _toy_batch(algorithm: Algorithm, steps: int, k: int) -> tuple[Callable[[Any,
     return collect, sample_seeds(0, 0, range(3), k)
 
 
+def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
+    """How many timesteps of each sample the objective trains, of a rollout of `steps` steps. Asked of the toy."""
+    collect, seeds = _toy_batch(algorithm, steps, 2)
+    kept = collect([0], seeds[:1]).trajectory.std.shape[1]
+    size = algorithm.objective.steps_per_sample  # type: ignore[attr-defined]
+    return kept if size is None else size(kept) if callable(size) else size
+
+
 def require_separable_collect(algorithm: Algorithm, *, steps: int, group_size: int, whole_groups: bool) -> None:
     """ValueError unless a sample is the same whoever is collected with it: other groups where whole_groups, anybody
     otherwise. Asked of the toy, milliseconds."""

@@ -1,5 +1,6 @@
 """Real algorithms on the float64 toy by schedules, and plain workers that note what they are asked. No tests here."""
 
+import functools
 import time
 from concurrent.futures import Future
 from functools import partial
@@ -14,12 +15,13 @@ from diffrl.conductor import Conductor
 from diffrl.executors import AlgorithmStages, InProcess, Workers, in_process, run
 from diffrl.guidance import group_std
 from diffrl.loop import train
-from diffrl.parallel import Schedule, bts_search, gap_partition
+from diffrl.parallel import CostModel, Pool, Schedule, TrainCost, bts_search, gap_partition
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.types import Trajectory
 
 GROUP, STEPS, WHOLE = 4, 5, 10**6
 """Samples per prompt, sampling steps, a pack that holds everything."""
+COST = CostModel(1.0, TrainCost(0.1, 0.2), Pool(1), Pool(1), helper=1, reward=0.5)
 
 # name: (algorithm, prompts, trained timesteps per sample); every credit looks at groups alone
 GROUPWISE = {
@@ -148,6 +150,17 @@ def require_quiet():
         pytest.skip(f"a sleep of 10 ms takes up to {1000 * max(late):.0f} ms longer here: too busy to time anything")
 
 
+def timed(run, holds):
+    """run() until `holds` of what it returns, three times at most; skipped where the machine is too busy to time it."""
+    require_quiet()
+    for _ in range(3):
+        found = run()
+        if holds(found):
+            return
+    require_quiet()
+    assert holds(found)
+
+
 def noted_run(schedule, noted, *, steps=1, seeds=None, **options):
     seeds = torch.arange(schedule.rows) + 7 if seeds is None else seeds
     options = {"backend": in_process(pick=lambda n: 0), **options}
@@ -240,3 +253,9 @@ def clocked(schedule, cost, *, steps=2, lend=bts_search):
     for _ in range(steps):
         conductor.play()
     return conductor.trace()
+
+
+@functools.cache
+def reference(name, *, iterations=2):
+    """Params of the plain loop on the toy after two iterations."""
+    return {n: p.detach().clone() for n, p in plain(GROUPWISE[name][0](), iterations=iterations)[0].items()}

@@ -27,7 +27,7 @@ FLOORS = {
         ("algorithms", "rollouts", "credits", "states", "policy_gradients", "objectives", "extensions", "sol_rl"), 3
     ),
     **dict.fromkeys(("loop", "executors", "plots", "cli", "tasks", "windows", "checkpoints", "settings", "run"), 4),
-    **dict.fromkeys(("stages", "trainers", "backends", "conductor"), 4),
+    **dict.fromkeys(("stages", "trainers", "backends", "conductor", "ray_backend", "engines"), 4),
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import Noted, close, executed, plain, stages_of, whole
+from executing import Noted, close, reference, stages_of, whole
 from mortal import build, builder
 from oracles import refuses
-from toys import same, values_of
+from toys import same
 
 from diffrl.algorithms import art, dance_grpo
 from diffrl.conductor import ExecutionError
@@ -25,10 +25,6 @@ from diffrl.stages import PlainStages
 SCHEDULE = whole(5, fragments=3, pack=4)
 
 # ---- without Ray
-
-
-def reference(steps=2):
-    return values_of(executed(SCHEDULE, stages_of(art()), steps=steps)[0])
 
 
 def played(workers, *, steps=2):
@@ -53,7 +49,7 @@ def played(workers, *, steps=2):
 def test_ranks_that_sum_their_gradients_end_with_the_params_of_one(ranks):
     workers = [Worker(lambda: stages_of(art()), SCHEDULE, rank, ranks) for rank in range(ranks)]
     state = played(workers)
-    assert close(state["params"], reference())
+    assert close(state["params"], reference("art"))
     assert all(same(w.stages.state()["params"], state["params"]) for w in workers)
 
 
@@ -143,12 +139,13 @@ def ray():
     found.shutdown()
 
 
+@pytest.mark.ray
 def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_path):
     stages = build(tmp_path)
     backend = ray_actors(generators=2, trainers=2, build=builder(tmp_path))
     running = run(SCHEDULE, stages, steps=2, backend=backend)
     results = list(running)
-    assert close(stages.model.params, plain(art())[0])
+    assert close(stages.model.params, reference("art"))
     trace = results[-1].trace
     assert len([i for i in trace.intervals if i.kind == "generate"]) == 6
     assert {i.resource for i in trace.intervals} == {"generator", "trainer", "reward/0"}
@@ -156,6 +153,7 @@ def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_
     assert backend.actors == {}
 
 
+@pytest.mark.ray
 def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, tmp_path):
     """A generator and a reward killed mid-fragment, a trainer killed between accumulate and commit, and while it
     accumulates."""
@@ -170,22 +168,25 @@ def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, 
     next(running)
     running_actors = list(backend.actors.values())
     running.close()
-    assert close(stages.model.params, plain(art())[0])
+    assert close(stages.model.params, reference("art"))
     for actor in running_actors:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(actor.now.remote(), timeout=20)
 
 
+@pytest.mark.ray
 def test_control_what_fails_for_ever_is_one_error_and_a_state_to_go_on_from(ray, tmp_path):
     stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path))
     running = run(SCHEDULE, stages, steps=2, backend=backend, retries=0, timeout=60.0)
     next(running)
     (tmp_path / "score").write_text("no engine")
-    with pytest.raises(ExecutionError, match=r"reward of step 1.* failed 1 times.*no engine"):
+    with pytest.raises(
+        ExecutionError, match=r"reward of step 1, fragment \d failed 1 times, the last time by RuntimeError: no engine"
+    ):
         next(running)
     saved = stages.state()
-    assert close(saved["params"], plain(art(), iterations=1)[0])
+    assert close(saved["params"], reference("art", iterations=1))
     second = build(tmp_path, start=1)
     second.load(saved)
     list(run(SCHEDULE, second, steps=1, start=1))
-    assert close(second.model.params, plain(art())[0])
+    assert close(second.model.params, reference("art"))
