@@ -1,6 +1,8 @@
 """Who runs the iterations of a training run: the plain loop, or a schedule in this process or on Ray.
 
 The params are the loop's whichever engine runs them, to rounding, when nothing is stale: an engine says where and when.
+Fragments are trained in order, so that the same settings give the same bits; with stale > 0 which fragments are stale
+depends on the clock, and so do the params.
 """
 
 from collections.abc import Callable, Generator
@@ -12,6 +14,7 @@ import torch
 from diffrl.backends import in_process
 from diffrl.executors import run
 from diffrl.partitions import gap_partition, prompt_partition
+from diffrl.ray_backend import ray_actors, require_ray
 from diffrl.schedules import Schedule
 from diffrl.settings import Bench, Settings, build
 from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_credit, trained_timesteps
@@ -43,6 +46,17 @@ def schedule_for(algorithm: Algorithm, s: Settings) -> Schedule:
         pack=s.pack or s.prompts_per_iteration * s.group_size * s.steps,
         stale=s.stale,
     )
+
+
+def check_engine(s: Settings, algorithm: Algorithm) -> None:
+    """ValueError or ImportError before anything is written: an engine that cannot run this algorithm by these settings."""
+    if s.engine == "loop":
+        return
+    if s.engine == "ray":
+        require_ray()
+    if algorithm.pool is not None:
+        raise ValueError(f"--engine {s.engine}: an algorithm with a pool ({algorithm.pool}) scores while it collects")
+    schedule_for(algorithm, s)
 
 
 def make_stages(
@@ -91,12 +105,10 @@ def engine_rows(
     params of the last commit; published is told the behaviour params after each. ValueError: as `schedule_for`, `run`."""
     stages = make_stages(s, bench, optimizer, start=start, behaviour=behaviour)
     stages.reference = None if stages.reference is None else {n: p.detach().clone() for n, p in reference.items()}
-    backend: Any = in_process
+    backend: Any = in_process(bitwise=True)
     if s.engine == "ray":
-        from diffrl.ray_backend import ray_actors
-
         made = partial(stages_from_settings, s, start)
-        backend = ray_actors(generators=s.generators, trainers=s.trainers, build=made)
+        backend = ray_actors(generators=s.generators, trainers=s.trainers, build=made, bitwise=True)
     running = run(schedule_for(bench.algorithm, s), stages, steps=None, backend=backend, start=start)
     return _rows(running, stages, published)
 

@@ -28,7 +28,7 @@ import torch
 
 from diffrl.algorithms import live
 from diffrl.checks import require_count
-from diffrl.engines import engine_rows
+from diffrl.engines import check_engine, engine_rows
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.settings import Bench, Evaluation, Settings, build, evaluate
@@ -167,6 +167,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[d
         require_matplotlib()
     torch.set_num_threads(s.threads)
     bench = build(s)
+    check_engine(s, bench.algorithm)
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
     start, behaviour = 0, None
