@@ -406,8 +406,8 @@ LOOP = [
         "loop.py",
         "test_loop.py",
         ("loop:no_clipping", "torch.inf if grad_clip is None else grad_clip)", "torch.inf)"),
-        ("loop:gradients_pile_up", "        p.grad = None\n    n = len", "        pass\n    n = len"),
-        ("loop:micro_batches_unweighted", "value = masked_mean(loss, keep) * (len(rows) / n)", "value = masked_mean(loss, keep)"),
+        ("loop:gradients_pile_up", "        p.grad = None\n    total = 0.0", "        pass\n    total = 0.0"),
+        ("loop:micro_batches_unweighted", "value = masked_mean(loss, keep) * (share / whole)", "value = masked_mean(loss, keep)"),
         ("loop:live_params_roll_out", "sampler._replace(iteration=i), behaviour, cond", "sampler._replace(iteration=i), model.params, cond"),
         ("loop:same_seeds_every_iteration", "sample_seeds(plan.seed, i, chosen,", "sample_seeds(plan.seed, 0, chosen,"),
         ("loop:steps_on_nan", "    if not bool(torch.isfinite(norm)):\n", "    if False:\n"),
@@ -585,7 +585,7 @@ BASELINES = [
         ("loop:reference_of_another_model", "    require_same_keys(params=params, reference=reference)\n", ""),
         ("loop:reference_lost", "window_of(batch, credit, rows, plan.reference)", "window_of(batch, credit, rows)"),
         ("loop:iteration_untold", "sampler._replace(iteration=i), behaviour", "sampler, behaviour"),
-        ("loop:micro_batches_of_any_size_alike", "append((float(number), len(rows)))", "append((float(number), 1))"),
+        ("loop:micro_batches_of_any_size_alike", "append((float(number), share))", "append((float(number), 1))"),
         ("loop:silent_updates_count_as_zero", "_together(name, values, [1] * len(values))", "sum(values) / len(updates)"),
         ("loop:the_least_is_a_mean", "if name.endswith((\"/min\", \"/max\")):", "if False:"),
         ("loop:the_greatest_is_the_least", "else max(values)", "else min(values)"),
@@ -827,6 +827,98 @@ SCHEDULING = [
     ),
 ]  # fmt: skip
 
+EXECUTOR_MUTANTS = [
+    *mutants_of(
+        "plots.py",
+        "test_plots.py",
+        ("gantt_hides_staleness", 'hatch="////" if stale else None', "hatch=None"),
+        ("utilisation_is_idleness", "1 - idle / trace.makespan for", "idle / trace.makespan for"),
+    ),
+    *mutants_of(
+        "windows.py",
+        "test_packing.py",
+        ("mean_of_the_packs_means", "len(run), len(pairs)\n", "1, len(runs)\n"),
+        ("packs_beyond_their_size", "-(-len(pairs) // pack)", "max(1, len(pairs) // pack)"),
+    ),
+    *mutants_of(
+        "states.py",
+        "test_packing.py",
+        ("pairs_of_a_pack_ignored", "if window.pairs is None:", "if True:"),
+        ("a_state_twice_in_a_pack", "if len(pairs.unique(dim=0)) != len(pairs):", "if False:"),
+    ),
+    *mutants_of(
+        "conductor.py",
+        "test_conductor.py",
+        ("executor_without_barrier", "schedule.group_size, barrier=schedule.barrier)", "schedule.group_size)"),
+        (
+            "trains_the_latest_first",
+            'self.plan.append(("train", ready[0][1]))',
+            'self.plan.append(("train", ready[-1][1]))',
+        ),
+        ("one_more_stale_fragment", "stale=self.schedule.stale)", "stale=self.schedule.stale + 1)"),
+        ("the_last_step_looks_ahead", "exists = self.stop is None or batch.step < self.stop", "exists = True"),
+        ("help_without_restore", '*(("help", i) for i in lent), ("restore", -1)]', '*(("help", i) for i in lent)]'),
+        ("the_generator_is_thought_free", "free = max(0.0, flying.begun", "free = 0 * max(0.0, flying.begun"),
+    ),
+    *mutants_of(
+        "conductor.py",
+        "test_backends.py",
+        ("half_a_gradient_is_kept", 'self.plan.append(("zero", -1))', "pass"),
+        ("one_retry_too_many", "if self.attempts[key] > self.retries:", "if self.attempts[key] > self.retries + 1:"),
+        ("scored_again_behind_the_others", "self.queue.appendleft((batch, fragment))", "pass"),
+    ),
+    *mutants_of(
+        "trainers.py",
+        "test_trainers.py",
+        ("a_fragment_counts_twice", "if (step, update, index) in self.ledger:", "if False:"),
+        ("commits_a_part_of_the_batch", "        if missing:\n", "        if False:\n"),
+        ("every_rank_takes_everything", "even_runs(rows, self.ranks)[self.rank]", "range(rows)"),
+        ("every_rank_takes_all_pairs", "tsp_shard(pairs, ranks=self.ranks)[self.rank]", "tuple(pairs)"),
+        (
+            "the_ledger_is_not_forgotten",
+            "        self.ledger.clear()\n        self.stages.zero()",
+            "        self.stages.zero()",
+        ),
+    ),
+    *mutants_of(
+        "trainers.py",
+        "test_stages.py",
+        ("divided_by_the_fragment_s_pairs", "total = len(window) * self", "total = len(chosen) * self"),
+        ("groups_are_told_again", "if (step, group) not in self.told]", "if step >= 0]"),
+    ),
+    *mutants_of(
+        "stages.py",
+        "test_stages.py",
+        ("every_step_has_the_same_seeds", "_hash63(int(seed), step)", "_hash63(int(seed), 0)"),
+        ("a_collect_of_the_group_is_cut", "if not same or not all(", "if not same and not all("),
+    ),
+    *mutants_of(
+        "stages.py",
+        "test_trainers.py",
+        (
+            "helps_over_its_own_gradient",
+            "        self.zero()\n        return {name: None",
+            "        return {name: None",
+        ),
+    ),
+    *mutants_of(
+        "stages.py",
+        "test_engines.py",
+        ("behaviour_one_batch_behind", "done = (step + 1) * len(self.windows)", "done = step * len(self.windows)"),
+    ),
+    *mutants_of(
+        "ray_backend.py",
+        "test_ray_backend.py",
+        ("the_last_rank_wins", "        total += gradient\n", "        total = gradient\n"),
+        ("joined_before_all_are_done", "elif not left[0]:", "else:"),
+        (
+            "a_new_trainer_starts_afresh",
+            "        if state is not None:\n            self.stages.load(state)",
+            "        pass",
+        ),
+    ),
+]
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -842,6 +934,7 @@ MUTANTS = [
     *SCHEDULING,
     *REVIEWED,
     *QUANT,
+    *EXECUTOR_MUTANTS,
 ]
 
 

@@ -1,23 +1,18 @@
-"""The actors' parts without Ray, and whole runs on Ray (skipped where it is not installed): equal params, faults, endings.
+"""The parts of the Ray backend, without an actor: ranks, joined futures, refusals. Whole runs are in test_ray.py.
 
 Negative controls are the tests with `control` in their names.
 """
 
-import os
 import sys
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
 from executing import Noted, close, reference, stages_of, whole
-from mortal import build, builder
 from oracles import refuses
 from toys import same
 
 from diffrl.algorithms import art, dance_grpo
-from diffrl.conductor import ExecutionError
-from diffrl.executors import run
 from diffrl.parallel import Schedule, gap_partition
 from diffrl.ray_backend import RayActors, Worker, joined, ray_actors, require_ray, spanning, summed
 from diffrl.stages import PlainStages
@@ -120,73 +115,13 @@ def test_counts_and_stages_that_do_not_fit_are_refused(monkeypatch):
         ray_actors(generators=2).open(stages_of(dance_grpo()), whole(2))
 
 
-# ---- on Ray
-
-
-@pytest.fixture(scope="module")
-def ray():
-    found = pytest.importorskip("ray")
-    folders = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
-    found.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        logging_level="ERROR",
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}},
-    )
-    yield found
-    found.shutdown()
-
-
-@pytest.mark.ray
-def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_path):
-    stages = build(tmp_path)
-    backend = ray_actors(generators=2, trainers=2, build=builder(tmp_path))
-    running = run(SCHEDULE, stages, steps=2, backend=backend)
-    results = list(running)
-    assert close(stages.model.params, reference("art"))
-    trace = results[-1].trace
-    assert len([i for i in trace.intervals if i.kind == "generate"]) == 6
-    assert {i.resource for i in trace.intervals} == {"generator", "trainer", "reward/0"}
-    assert abs(results[-1].metrics["clock_offset"]) < 1.0
-    assert backend.actors == {}
-
-
-@pytest.mark.ray
-def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, tmp_path):
-    """A generator and a reward killed mid-fragment, a trainer killed between accumulate and commit, and while it
-    accumulates."""
-    faults = [("generate", "die"), ("score", "die"), ("commit", "die")]
-    for kind, what in faults:
-        (tmp_path / kind).write_text(what)
-    stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path))
-    running = run(SCHEDULE, stages, steps=3, backend=backend, timeout=60.0)
-    next(running)
-    assert list(tmp_path.iterdir()) == []  # every fault happened
-    (tmp_path / "accumulate").write_text("die")
-    next(running)
-    running_actors = list(backend.actors.values())
-    running.close()
-    assert close(stages.model.params, reference("art"))
-    for actor in running_actors:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.now.remote(), timeout=20)
-
-
-@pytest.mark.ray
-def test_control_what_fails_for_ever_is_one_error_and_a_state_to_go_on_from(ray, tmp_path):
-    stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path))
-    running = run(SCHEDULE, stages, steps=2, backend=backend, retries=0, timeout=60.0)
-    next(running)
-    (tmp_path / "score").write_text("no engine")
-    with pytest.raises(
-        ExecutionError, match=r"reward of step 1, fragment \d failed 1 times, the last time by RuntimeError: no engine"
-    ):
-        next(running)
-    saved = stages.state()
-    assert close(saved["params"], reference("art", iterations=1))
-    second = build(tmp_path, start=1)
-    second.load(saved)
-    list(run(SCHEDULE, second, steps=1, start=1))
-    assert close(second.model.params, reference("art"))
+def test_control_one_rank_alone_is_another_gradient():
+    """Two ranks share the pairs: without the other's share the sum is another one."""
+    workers = [Worker(stages_of(art()), SCHEDULE, rank, 2) for rank in range(2)]
+    params, _ = workers[0].snapshot()
+    parts = [workers[0].generate(0, params, f.samples)[0] for f in SCHEDULE.fragments]
+    scored = [workers[0].score(0, f.samples, part)[2] for f, part in zip(SCHEDULE.fragments, parts, strict=True)]
+    for worker in workers:
+        worker.train(0, 0, 0, {i: (values, 1) for i, values in enumerate(scored)}, *parts)
+    a, b = (worker.gradients()["mean"] for worker in workers)
+    assert not torch.allclose(summed([a, b]), a)
