@@ -31,6 +31,7 @@ from diffrl.costs import CostModel, Pool, fit_train_cost
 from diffrl.lending import bts_search
 from diffrl.loop import _over_updates, _together
 from diffrl.partitions import gap_partition
+from diffrl.ray_backend import ray_actors
 from diffrl.schedules import Schedule, Trace
 from diffrl.simulation import Lend
 from diffrl.stages import AlgorithmStages, PlainStages, Signal, Workers, folded_seeds
@@ -49,6 +50,7 @@ __all__ = [
     "calibrate",
     "folded_seeds",
     "in_process",
+    "ray_actors",
     "run",
 ]
 

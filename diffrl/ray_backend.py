@@ -100,7 +100,8 @@ class Worker:
 def summed(gradients: Sequence[Tensor]) -> Tensor | None:
     """Their sum in order, a new tensor; None of none.
 
-    >>> summed([torch.ones(2), torch.ones(2)])
+    >>> from torch import ones
+    >>> summed([ones(2), ones(2)])
     tensor([2., 2.])
     """
     if not gradients:
@@ -161,6 +162,7 @@ class RayActors:
         self.build, self.options, self.bitwise = build, {"num_cpus": 0, **options}, bitwise
         self.actors: dict[str, Any] = {}
         self.offsets: dict[str, float] = {}
+        self.loading: list[Any] = []
         self.state: Any = None
 
     def open(self, stages: Any, schedule: Schedule) -> None:
@@ -179,24 +181,36 @@ class RayActors:
             self.state = self.ray.put(stages.state())
         self.snapshots: dict[int, Any] = {}
         names = [f"generator/{i}" for i in range(self.generators)] + [f"reward/{i}" for i in range(self.rewards)]
-        for name in [*names, *(f"trainer/{i}" for i in range(self.trainers))]:
-            self._start(name)
+        self._start([*names, *self._ranks()])
 
-    def _start(self, name: str) -> None:
-        """A new actor under this name; its clock against ours, from the quickest of a few questions."""
+    def _start(self, names: Sequence[str]) -> None:
+        """New actors under these names, built side by side."""
+        for name in names:
+            self.actors[name] = self._made(name)
+        for name in names:
+            self.offsets[name] = self._offset(self.actors[name])
+        self.ray.get(self.loading)
+        self.loading = []
+
+    def _made(self, name: str) -> Any:
+        """An actor; a trainer begins with the state after the last commit."""
         kind, _, number = name.partition("/")
         rank = int(number) if kind == "trainer" else 0
         made = self.ray.remote(Worker).options(max_restarts=0, **self.options)
         actor = made.remote(self.sent, self.schedule, rank, self.trainers if kind == "trainer" else 1)
         if kind == "trainer" and self.state is not None:
-            self.ray.get(actor.load.remote(self.state))
+            self.loading.append(actor.load.remote(self.state))  # before anything else that this actor is asked
+        return actor
+
+    def _offset(self, actor: Any) -> float:
+        """Its clock against ours, from the quickest of a few questions; it is ready then."""
         asked = []
         for _ in range(3):
             before = time.monotonic()
             there = self.ray.get(actor.now.remote())
             after = time.monotonic()
             asked.append((after - before, (before + after) / 2 - there))
-        self.actors[name], self.offsets[name] = actor, min(asked)[1]
+        return min(asked)[1]
 
     def _timed(self, name: str, reference: Any) -> Future:
         """The future of a call's times and value, on our clock."""
@@ -296,9 +310,10 @@ class RayActors:
 
     def replace(self, resource: str) -> None:
         """New actors in the place of those of a resource; the old ones are killed."""
-        for name in [n for n in self.actors if n == resource or n.startswith(f"{resource}/")]:
+        names = [n for n in self.actors if n == resource or n.startswith(f"{resource}/")]
+        for name in names:
             self.ray.kill(self.actors[name], no_restart=True)
-            self._start(name)
+        self._start(names)
 
     def recover(self) -> None:
         """Every trainer rank anew, as after the last commit."""

@@ -12,6 +12,7 @@ from executing import COST, Noted, close, executed, noted_run, plain, reference,
 from toys import same, values_of
 
 from diffrl.algorithms import art
+from diffrl.backends import in_a_thread
 from diffrl.conductor import ExecutionError
 from diffrl.executors import in_process, run
 from diffrl.parallel import (
@@ -186,3 +187,11 @@ def test_an_interrupt_in_a_worker_ends_the_run_as_itself():
     schedule = Schedule(prompt_partition(2, 1, fragments=2), 1)
     with pytest.raises(KeyboardInterrupt):
         list(run(schedule, workers, {}, torch.arange(2), steps=1))
+
+
+def test_a_function_in_a_thread_of_its_own_answers_with_its_times():
+    start, end, name = in_a_thread("diffrl one", lambda: threading.current_thread().name).result(20)
+    assert start <= end
+    assert name == "diffrl one"
+    with pytest.raises(ZeroDivisionError):
+        in_a_thread("diffrl two", lambda: 1 / 0).result(20)

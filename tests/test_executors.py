@@ -35,7 +35,7 @@ from scheduling import fragments_of
 from toys import TIMES, same, values_of
 
 from diffrl.algorithms import art
-from diffrl.executors import InProcess, calibrate, in_process, run
+from diffrl.executors import InProcess, StepResult, calibrate, in_process, run
 from diffrl.parallel import (
     CostModel,
     Pool,
@@ -101,8 +101,10 @@ def test_any_cut_pack_order_and_help_gives_the_plain_loop_s_params(name, data):
     backend = in_process(pick=lambda n: randoms.randrange(n), rewards=data.draw(st.integers(1, 2)))
     lend = lambda bubble, *_: randoms.randint(0, len(bubble.unclaimed))  # noqa: E731
     found, results = executed(schedule, stages_of(factory()), backend=backend, cost=COST, lend=lend)
+    # nft: its average of weights moves once per optimizer step, however the batch is cut. https://github.com/yifan123/flow_grpo
     assert close(found, reference(name))
     assert [r.version for r in results] == [1, 2]
+    assert all(isinstance(r, StepResult) for r in results)
     assert set(results[-1].trace.staleness.values()) == {0}
 
 
