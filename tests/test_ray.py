@@ -4,6 +4,7 @@ Negative controls are the tests with `control` in their names.
 """
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_
     assert backend.actors == {}
 
 
+def gone(ray, actor):
+    """Whether the actor ends: a kill is on its way when `close` returns, and may be overtaken by a question."""
+    for _ in range(100):
+        try:
+            ray.get(actor.now.remote(), timeout=20)
+        except ray.exceptions.RayActorError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
 @pytest.mark.ray
 def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, tmp_path):
     """A generator and a reward killed mid-fragment, a trainer killed between accumulate and commit, and while it
@@ -63,9 +75,7 @@ def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, 
     running_actors = list(backend.actors.values())
     running.close()
     assert close(stages.model.params, reference("art"))
-    for actor in running_actors:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.now.remote(), timeout=20)
+    assert all(gone(ray, actor) for actor in running_actors)
 
 
 @pytest.mark.ray
