@@ -83,23 +83,30 @@ def asleep(steps: int) -> None:
 def digits(options: argparse.Namespace) -> None:
     """The digits task: predicted from stages timed alone, and measured."""
     torch.set_num_threads(options.threads)
-    s = Settings(threads=options.threads, group_size=8, prompts_per_iteration=4, steps=8, trained_steps="all")
-    s = Settings(**{**vars(s), "engine": options.engine, "fragments": 4})
-    bench = build(s)
-    bench = bench._replace(algorithm=art(updates=1))
+    sizes = {"group_size": 4, "prompts_per_iteration": 2, "steps": 4, "trained_steps": "all", "fragments": 4}
+    s = Settings(threads=options.threads, engine=options.engine, **sizes)
+    bench = build(s)._replace(algorithm=art(updates=1))
     stages = make_stages(s, bench, make_optimizer(s, bench.model.params))
-    cost = calibrate(stages, repeats=3, timesteps=8, sizes=(8, 16, 32))
-    print(f"timed alone, {options.threads} thread(s): generate {cost.generate:.3f} s per sample, train {cost.train},")
-    print(f"reward {cost.reward:.3f} + {cost.reward_per_sample:.4f} per sample, optimizer {cost.optimizer:.3f}")
     rows = s.prompts_per_iteration * s.group_size
-    print("| digits | simulated, s per step | measured | generator, trainer busy (measured) |\n|---|---|---|---|")
-    for name, fragments, extra in (("one fragment", 1, {}), ("gap", 4, {}), ("gap+tcss", 4, {"stale": 1})):
+    print("| digits | simulated, s per step | measured | busy (measured) |\n|---|---|---|---|")
+    for name, fragments, extra in (
+        ("one after the other", 1, {"placement": "module"}),
+        ("one fragment", 1, {}),
+        ("gap, 4 fragments", 4, {}),
+        ("gap+tcss", 4, {"stale": 1}),
+    ):
         cut = gap_partition(s.prompts_per_iteration, s.group_size, fragments=fragments)
-        schedule = Schedule(cut, s.group_size, timesteps=8, pack=rows * 8, **extra)
+        schedule = Schedule(cut, s.group_size, timesteps=s.steps, pack=rows * s.steps, **extra)
+        each = rows // fragments
+        cost = calibrate(
+            stages, repeats=2, timesteps=s.steps, sizes=(each, 2 * each) if fragments > 1 else (4, 8), samples=each
+        )
+        serial = each * cost.generate + cost.reward_seconds(each) + cost.train(each * s.steps) + cost.optimizer
         expected = simulate(schedule, cost, steps=options.steps)
+        told = f"{serial:.2f} (sum)" if extra.get("placement") else f"{expected.period:.2f}"
         *_, last = run(schedule, stages, steps=options.steps, backend=backend_of(options, s))
-        used = ", ".join(f"{share:.0%}" for share in utilisation(last.trace).values())
-        print(f"| {name} | {expected.period:.2f} | {last.trace.period:.2f} | {used} |")
+        used = ", ".join(f"{pool} {share:.0%}" for pool, share in utilisation(last.trace).items())
+        print(f"| {name} | {told} | {last.trace.period:.2f} | {used} |", flush=True)
     if options.picture:
         gantt({"simulated": expected, "measured": last.trace}, path=options.picture, title=name)
 

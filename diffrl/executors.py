@@ -170,10 +170,12 @@ def calibrate(
     sizes: Sequence[int] = (1, 2, 4),
     repeats: int = 3,
     timesteps: int = 1,
+    samples: int = 1,
 ) -> CostModel:
     """The seconds of every stage, measured here on one replica of each: medians of `repeats` after a warm-up.
 
-    generate: one sample; train: `fit_train_cost` over packs of `sizes` pairs; reward: the same line over `sizes` samples;
+    generate: a rollout of `samples` samples, divided by their number (a rollout of one may cost nearly what eight cost: time
+    the size of the fragments that are planned); train: `fit_train_cost` over packs of `sizes` pairs; reward: the same line over `sizes` samples;
     optimizer, publish, switch, restore: alone. timesteps: trained ones per sample, of which the pairs are made. The optimizer
     is stepped: `AlgorithmStages` come back as they were, the params of plain `Workers` do not. ValueError: fewer samples
     than the largest size, or fewer than two sizes.
@@ -193,7 +195,9 @@ def calibrate(
     rewards = stages.score(0, rows, trajectory)
     signal = stages.credit(0, list(range(n // k)), trajectory, rewards.reshape(n // k, k))
     pairs = [(row, t) for row in rows for t in range(timesteps)]
-    generate = _median(lambda: stages.generate(0, params, [0]), repeats)
+    if not 1 <= require_count("samples", samples) <= n:
+        raise ValueError(f"samples must be at most the number of samples {n}, got {samples}")
+    generate = _median(lambda: stages.generate(0, params, rows[:samples]), repeats) / samples
     given, total = (0, 0, rows, trajectory, rewards, signal), len(stages.windows[0]) * timesteps
     train = [_median(partial(stages.accumulate, *given, [tuple(pairs[:q])], total), repeats) for q in sizes]
     scored = [_median(partial(stages.score, 0, rows[:q], rows_of(trajectory, rows[:q])), repeats) for q in sizes]

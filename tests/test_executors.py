@@ -398,3 +398,11 @@ def test_calibration_needs_two_sizes_and_as_many_samples():
         calibrate(stages_of(art()), sizes=(2, 2))
     with refuses("sizes must be at most the number of samples 8"):
         calibrate(stages_of(art()), sizes=(1, 9))
+    with refuses("samples must be at most the number of samples 8, got 9"):
+        calibrate(stages_of(art()), samples=9)
+
+
+def test_calibration_times_a_rollout_of_the_size_that_is_planned():
+    noted = Noted()
+    calibrate(noted.workers(), {"row": torch.arange(4)}, torch.arange(4), repeats=1, samples=3)
+    assert [len(seeds) for seeds, *_ in noted.of("generate")] == [4, 3, 3]
