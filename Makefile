@@ -34,10 +34,12 @@ lint: $(VENV)/.lint $(VENV)/.test
 mutants: $(VENV)/.test  ## break the code in named ways; the suite must notice every one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs 2
 
-bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm; schedules, simulated
+bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm; packs; schedules, simulated and measured
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/executors.py
 
 bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ compiler
 	$(BIN)/python benchmarks/quant.py

@@ -56,6 +56,8 @@ def check_engine(s: Settings, algorithm: Algorithm) -> None:
         require_ray()
     if algorithm.pool is not None:
         raise ValueError(f"--engine {s.engine}: an algorithm with a pool ({algorithm.pool}) scores while it collects")
+    if algorithm.memory is not None:
+        raise ValueError(f"--engine {s.engine}: an algorithm with a memory ({algorithm.memory!r:.60}) is not supported")
     schedule_for(algorithm, s)
 
 

@@ -115,8 +115,8 @@ class AlgorithmStages:
     algorithm's `updates` optimizer steps, the later ones on their windows once the first is committed. A model with a module
     is one resource: rollout and training then take turns (`lock`); rewards overlap with both.
 
-    ValueError, beside those of `loop.train`: an algorithm with a pool (its collect scores by itself); a reward of several
-    parts; an objective that does not say which states it trains (`objective.steps_per_sample`).
+    ValueError, beside those of `loop.train`: an algorithm with a pool (its collect scores by itself) or a memory (what is
+    trained again after a failure would be remembered twice); a reward of several parts; an objective that does not say which states it trains (`objective.steps_per_sample`).
     """
 
     def __init__(
@@ -151,6 +151,8 @@ class AlgorithmStages:
             raise ValueError(
                 f"an algorithm with a pool ({algorithm.pool}) scores while it collects: no schedule can cut it"
             )
+        if algorithm.memory is not None:
+            raise ValueError(f"an algorithm with a memory ({algorithm.memory!r:.60}) is not supported by a schedule")
         if getattr(reward, "rewards", None) is not None and callable(getattr(reward, "total", None)):
             raise ValueError(f"a reward of several parts is not supported by a schedule, got {reward!r:.80}")
         if not hasattr(algorithm.objective, "steps_per_sample"):
@@ -165,8 +167,6 @@ class AlgorithmStages:
         self.behaviour = _copies(model.params if behaviour is None else behaviour)
         self.windows = [rows.tolist() for rows in split_within_prompt(self.g, self.k, algorithm.updates)]
         self._fresh()
-        if algorithm.memory is not None:
-            algorithm.memory.reset()
         self.zero()
 
     def _fresh(self) -> None:
@@ -265,8 +265,6 @@ class AlgorithmStages:
                 raise ValueError(f"gradient norm is {float(norm)}: nothing was stepped")
             self.optimizer.step()
             self.zero()
-            if self.algorithm.memory is not None:
-                self.algorithm.memory.advance()
             if update == len(self.windows) - 1:
                 done = (step + 1) * len(self.windows)
                 self.behaviour = _copies(self.algorithm.behaviour(self.behaviour, self.model.params, done))

@@ -26,6 +26,7 @@ from diffrl.run import run
 from diffrl.settings import Bench, Judge, Settings, build, check_settings
 from diffrl.stages import trained_timesteps
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+from diffrl.trust_region import AdaptiveRadius
 
 TOY = Settings(
     iterations=3,
@@ -126,6 +127,8 @@ def test_what_an_engine_cannot_run_is_refused_before_anything_is_written(tmp_pat
     model = toy_model()
     with refuses("an algorithm with a pool (8)"):
         check_engine(TOY, sol_rl(art(), draft=lambda p: (model.velocity, p), pool=8, keep=2))
+    with refuses("an algorithm with a memory"):
+        check_engine(TOY, art(radius=AdaptiveRadius()))
     check_engine(replace(TOY, engine="loop", fragments=1), flow_grpo_fast())
     monkeypatch.setattr(module, "build", lambda s: bench_of(art()))
     with refuses("fragments must be at most 8"):

@@ -29,6 +29,7 @@ from diffrl.parallel import (
 from diffrl.rewards import weighted_sum
 from diffrl.stages import AlgorithmStages, PlainStages, require_separable_collect, require_separable_credit
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+from diffrl.trust_region import AdaptiveRadius
 
 # ---- plain workers: what each is asked
 
@@ -122,6 +123,8 @@ def test_algorithms_and_rewards_that_a_schedule_cannot_cut_are_refused():
     drafted = sol_rl(art(), draft=lambda p: (model.velocity, p), pool=8, keep=2)
     with refuses("an algorithm with a pool (8)"):
         stages_of(drafted)
+    with refuses("an algorithm with a memory"):
+        stages_of(art(radius=AdaptiveRadius()))
     with refuses("a reward of several parts"):
         stages_of(art(), reward=weighted_sum({"a": toward_compass, "b": toward_compass}))
     with refuses("steps_per_sample"):
