@@ -47,7 +47,7 @@ bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ co
 figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
 	$(BIN)/python benchmarks/demo.py
 
-QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability
+QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4
 ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours; interrupt and go on at any time
 	for question in $(QUESTIONS); do $(BIN)/python ablations/$$question.py || exit 1; done
 

@@ -30,7 +30,8 @@ from diffrl.algorithms import Algorithm
 ROOT = Path(__file__).resolve().parent.parent
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """97.5 % quantiles of Student's t with n - 1 degrees of freedom, by n."""
-Pieces = Mapping[str, Callable[[], Algorithm]]
+Pieces = Mapping[str, Callable[[], Algorithm | Callable[[Any], Algorithm]]]
+"""name -> () -> an algorithm, or a function of the model that makes one."""
 
 
 class Run(NamedTuple):
@@ -120,7 +121,9 @@ def _diversity(model: Any, prompts: list[str], run: Run) -> dict[str, float]:
     }
 
 
-def execute(run: Run, algorithm: Algorithm, tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def execute(
+    run: Run, piece: Algorithm | Callable[[Any], Algorithm], tick: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """Train and evaluate: one row per iteration, iteration -1 the base; eval/* at every eval_every-th and at the last."""
     from diffrl.loop import train
     from diffrl.models import from_pipeline
@@ -130,6 +133,7 @@ def execute(run: Run, algorithm: Algorithm, tick: Callable[[], None] = lambda: N
     torch.manual_seed(run.seed)
     lora = {"r": run.lora, "lora_alpha": 2 * run.lora} if run.lora else None
     model = from_pipeline(pipe, lora=lora, **options)
+    algorithm = piece if isinstance(piece, Algorithm) else piece(model)
     optimizer = torch.optim.AdamW(list(model.params.values()), lr=run.learning_rate, weight_decay=0.0)
 
     def measured() -> dict[str, float]:
@@ -263,6 +267,7 @@ def write_csv(script: str, found: Mapping[Run, Sequence[Mapping[str, Any]]], *, 
         "ratio_deviation",
         "clip_fraction",
         "diverged",
+        *("draft/spearman", "draft/gap", "draft/reversed", "draft/groups_dead", "groups/dead"),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

@@ -11,6 +11,10 @@ from diffrl.numbers import require_count as require_count
 from diffrl.numbers import require_number as require_number
 
 
+class NoReward(ValueError):
+    """A reward raised for every image of one call; of several calls, the caller decides."""
+
+
 def shapes(**tensors: Any) -> str:
     """`name (2, 3), other (2, 4)`: how every refusal prints what it was given.
 
@@ -109,3 +113,22 @@ def require_same_keys(**mappings: Mapping[str, Tensor]) -> None:
         for key in a:
             if a[key].shape != b[key].shape:
                 raise ValueError(f"{key!r}: {shapes(**{first: a[key], name: b[key]})}")
+
+
+def require_images(name: str, images: Any, *, ranks: tuple[int, ...]) -> None:
+    """ValueError unless `images` is a torch.uint8 tensor " b h w 3" (rank 4) or " b f h w 3" (rank 5), as `ranks` allows."""
+    axes = " or ".join({4: "b h w 3", 5: "b f h w 3"}[rank] for rank in ranks)
+    good = isinstance(images, Tensor) and images.dtype == torch.uint8 and images.ndim in ranks and images.shape[-1] == 3
+    if not good:
+        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"{name}: images must be a torch.uint8 tensor ({axes}), got {got}")
+
+
+def require_call(name: str, images: Any, prompts: Any, *, ranks: tuple[int, ...] = (4, 5)) -> None:
+    """ValueError unless a reward is called with images of one of the ranks and one prompt, a string, for each."""
+    require_images(name, images, ranks=ranks)
+    listed = hasattr(prompts, "__len__") and not isinstance(prompts, str | bytes)
+    if not listed or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"{name}: prompts must be a sequence of strings, got {prompts!r}")
+    if len(prompts) != len(images):
+        raise ValueError(f"{name}: {len(images)} images {tuple(images.shape)} but {len(prompts)} prompts")

@@ -1,5 +1,5 @@
-"""`diffrl` on the command line: train, doctor, pretrain. Exit codes: 0 done, 1 a doctor's check failed, 2 bad input,
-130 interrupted (resumable)."""
+"""`diffrl` on the command line: train, doctor, plan, pretrain. Exit codes: 0 done, 1 a doctor's check failed or a plan does
+not fit, 2 bad input, 130 interrupted (resumable)."""
 
 import os
 
@@ -19,11 +19,15 @@ EPILOG = """examples:
   diffrl train --task digits --algorithm art --output runs/demo
   diffrl train --resume runs/demo
   diffrl train --task digits --engine ray --generators 1 --trainers 1 --fragments 4
+  diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
+  torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
+  diffrl train --model PATH --task prompts --prompts prompts.txt --reward clip:FOLDER --held-out-reward pick:FOLDER
   diffrl doctor --task digits --algorithm art
+  diffrl plan --model PATH --height 1024 --width 1024 --gpu-memory 80
   diffrl pretrain digits --output my_digits
 
-exit codes: 0 done, 1 a check of the doctor failed, 2 bad input, 130 interrupted (go on with --resume)"""
+exit codes: 0 done, 1 a check of the doctor failed or a plan does not fit, 2 bad input, 130 interrupted (go on with --resume)"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,13 +52,14 @@ class Parser(argparse.ArgumentParser):
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One option per field of Settings, with its default and help."""
-    from diffrl.settings import ALGORITHMS, ENGINES, REWARDS, TASKS, Settings
+    from diffrl.reward_names import FORMS
+    from diffrl.settings import ALGORITHMS, ENGINES, TASKS, Settings
 
     helps = {
         "task": f"one of {', '.join(TASKS)}",
         "model": "folder of a saved pipeline or a hub id; none: the task's own",
         "algorithm": f"one of {', '.join(ALGORITHMS)}",
-        "reward": f"one of {', '.join(REWARDS)}, or MODULE:FUNCTION",
+        "reward": f"one of {', '.join(FORMS)}, or MODULE:FUNCTION",
         "held_out_reward": "a second reward, evaluated and never trained on",
         "prompts": "file with one prompt per line; none: the task's own",
         "iterations": "rollouts; each is followed by the algorithm's optimizer steps",
@@ -64,7 +69,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "learning_rate": "of AdamW",
         "trained_steps": "auto (3/8 of the steps, from the noisiest 5/8; art_flash: all of the noisiest 4), all, noisiest:N, random:M (per trajectory) or random:M/N (M of the noisiest N)",
         "radius": "of the trust region",
-        "lora_rank": "r of the LoRA",
+        "lora_rank": "r of the LoRA; 0: every parameter is trained, in float32",
         "lora_alpha": "alpha of the LoRA",
         "seed": "of everything random",
         "eval_every": "iterations between evaluations at held-out seeds",
@@ -73,8 +78,16 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "micro_batch": "samples per backward pass; none: the whole window",
         "pack": "states (sample, step) per backward pass; none: as many as the window or fragment has",
         "rollout_chunk": "samples per model call in the rollout; none: all",
+        "draft": "Sol-RL: none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
+        "pool": "Sol-RL: seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
+        "draft_steps": "Sol-RL: sampling steps of a draft",
+        "draft_skip": "Sol-RL: layers left as they are: beginnings of name components, with commas between",
+        "draft_min_dim": "Sol-RL: layers whose larger axis is at most this are left as they are",
+        "audit_every": "Sol-RL: iterations between comparisons of a whole pool with the policy; none: never",
         "height": "pixels; none: the task's own",
         "width": "pixels; none: the task's own",
+        "frames": "of a video; none: pictures",
+        "images": "file with one picture's file name per line, the first frames of image-to-video",
         "guidance_scale": "none: the task's own",
         "device": "where the model runs",
         "threads": "of torch and the OCR engine",
@@ -95,8 +108,37 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             type=kind,
             default=default,
             metavar=kind.__name__.upper().replace("STR", "TEXT"),
-            help=f"{helps[field.name]} (default: {'none' if default is None else default})",
+            help=f"{helps[field.name]} (default: {'none' if default in (None, '') else default})",
         )
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from diffrl.settings import Settings
+
+    def count(name: str, default: int | None, text: str, required: bool = False) -> None:
+        default_text = "" if required else f" (default: {'none' if default is None else default})"
+        parser.add_argument(
+            name, type=int, default=default, metavar="INT", required=required, help=f"{text}{default_text}"
+        )
+
+    parser.add_argument(
+        "--model", metavar="FOLDER", required=True, help="folder of a saved pipeline; no weight is read"
+    )
+    count("--height", None, "pixels", required=True)
+    count("--width", None, "pixels", required=True)
+    count("--frames", None, "of a video")
+    count("--lora-rank", Settings.lora_rank, "r of the LoRA; 0: all parameters are trained, in float32")
+    count("--group-size", Settings.group_size, "samples per prompt, k")
+    count("--prompts-per-iteration", Settings.prompts_per_iteration, "prompts per rollout, g")
+    count("--kept-steps", Settings.steps, "sampling steps kept of each trajectory")
+    count("--copies", 1, "of the policy beside the live one: behaviour, reference, an average")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of base weights (default: {DTYPES[0]})")
+    parser.add_argument("--encoders-off", action="store_true", help="text encoders leave the device after encoding")
+    parser.add_argument("--vae-off", action="store_true", help="the VAE leaves the device between decodes")
+    parser.add_argument("--gpu-memory", type=float, default=None, metavar="GB", help="what there is, in 10^9 bytes")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -123,12 +165,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="go on with this run; its settings are read, only --iterations may change",
     )
     train.add_argument("--overwrite", action="store_true", help="replace --output if it is a run of diffrl")
-    train.add_argument("--no-pictures", action="store_true", help="write no curve.png and before_after.png")
+    train.add_argument(
+        "--no-pictures", action="store_true", help="draw nothing: no curve.png, before_after.png, drafts.png, ranks.png"
+    )
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     doctor = commands.add_parser(
         "doctor", help="check in seconds that a set-up learns the right way", allow_abbrev=False
     )
     _add_settings(doctor)
+    _add_plan(commands.add_parser("plan", help="bytes a run's tensors take, before it is started", allow_abbrev=False))
     pretrain = commands.add_parser("pretrain", help="train a task's tiny base model from scratch", allow_abbrev=False)
     pretrain.add_argument("task", choices=["digits"], help="which base model")
     pretrain.add_argument("--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline")
@@ -146,7 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = make_parser().parse_args(words)
         sys.path.insert(0, str(Path.cwd()))  # where --reward MODULE:FUNCTION looks first, as with `python -m`
         name = f"diffrl {options.command}"
-        return {"train": _train, "doctor": _doctor, "pretrain": _pretrain}[options.command](options, words)
+        return {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command](
+            options, words
+        )
     except (ValueError, ImportError, OSError) as error:
         text = " ".join(str(error).split())
         print(f"{name}: error: {text}", file=sys.stderr)
@@ -169,8 +216,10 @@ def _bar(**numbers: Any) -> Any:
 
 
 def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    from diffrl.ranks import launched
     from diffrl.run import Interrupted, run
 
+    ranks = launched()
     progress = None if options.quiet else _bar
     folder = Path(options.resume or options.output or f"runs/{options.task}-{options.algorithm}")
     try:
@@ -181,7 +230,9 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                     f"--resume reads its settings from {options.resume}: {', '.join(other)} cannot be given"
                 )
             more = options.iterations if "--iterations" in given else None
-            rows = run(folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures)
+            rows = run(
+                folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures, ranks=ranks
+            )
         else:
             settings = _settings(options)
             what = f"{settings.iterations} iterations of {settings.prompts_per_iteration} prompts x {settings.group_size} samples"
@@ -191,16 +242,24 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
                 print(title, flush=True)
                 return None if progress is None else progress(**numbers)
 
-            rows = run(folder, settings, overwrite=options.overwrite, progress=titled, pictures=not options.no_pictures)
+            rows = run(
+                folder,
+                settings,
+                overwrite=options.overwrite,
+                progress=titled,
+                pictures=not options.no_pictures,
+                ranks=ranks,
+            )
     except Interrupted as stop:
-        print(f"\n{stop}", file=sys.stderr)
+        print(f"\n{stop}" * (ranks.rank == 0), file=sys.stderr)
         return 130
     except KeyboardInterrupt:  # outside the iterations: while the model loads, or while pictures are drawn
         if not (folder / "metrics.jsonl").is_file():
             raise
         print(f"\ninterrupted; go on with: diffrl train --resume {folder}", file=sys.stderr)
         return 130
-    print(summary(folder, rows))
+    if ranks.rank == 0:
+        print(summary(folder, rows))
     return 0
 
 
@@ -210,9 +269,11 @@ def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):
         values = [row[name] for row in evaluated if row.get(name) is not None]
+        values = [row[base] for row in rows[:1] if (base := name.replace("eval/", "base/")) in row] + values
         if values:
             lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
-    seconds = sum(v for row in rows for k, v in row.items() if k.startswith("seconds/") and v is not None)
+    whole = [f"seconds/{part}" for part in ("rollout", "reward", "update", "evaluation")]  # others are parts of these
+    seconds = sum(row.get(name) or 0.0 for row in rows for name in whole)
     lines.append(
         f"{len(rows)} iterations, {seconds:.0f} s; written: {', '.join(sorted(p.name for p in folder.iterdir()))}"
     )
@@ -233,6 +294,7 @@ def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
         bench.algorithm,
         bench.prompts,
         bench.reward,
+        images=bench.images,
         group_size=settings.group_size,
         steps=settings.steps,
         seed=settings.seed,
@@ -240,6 +302,29 @@ def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
     )
     print(report)
     return 0 if report.ok else 1
+
+
+def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
+    import torch
+
+    from diffrl.memory import empty_pipeline, plan, plan_text
+
+    lines = plan(
+        empty_pipeline(options.model),
+        height=options.height,
+        width=options.width,
+        frames=options.frames,
+        rank=options.lora_rank or None,
+        samples=options.group_size * options.prompts_per_iteration,
+        kept=options.kept_steps,
+        copies=options.copies,
+        dtype=getattr(torch, options.dtype),
+        encoders_on_device=not options.encoders_off,
+        vae_on_device=not options.vae_off,
+    )
+    print(plan_text(lines, gpu_memory=options.gpu_memory))
+    needed = sum(line.bytes for line in lines if line.on_device)
+    return 0 if options.gpu_memory is None or needed < 1e9 * options.gpu_memory else 1
 
 
 def _pretrain(options: argparse.Namespace, words: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ renders only those with the policy (Sol-RL, 2604.06916). The draft's rewards cho
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,15 @@ from einops import rearrange
 from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
-from diffrl.checks import require_cond, require_count, require_same_shape, require_tensors, shapes
+from diffrl.checks import (
+    NoReward,
+    require_cond,
+    require_count,
+    require_number,
+    require_same_shape,
+    require_tensors,
+    shapes,
+)
 from diffrl.sampling import _checked_kernels, _checked_times, euler_step, rollout
 from diffrl.types import Cond, Params, Reward, Score, Step, Trajectory, Velocity
 
@@ -84,12 +92,12 @@ def rank_agreement(proxy: Float[Tensor, " g n"], true: Float[Tensor, " g n"], *,
 
 def _agreement(guess: Tensor, truth: Tensor, keep: int) -> list[float]:
     """The fields of one group, " n" finite values each."""
-    n, ranks = len(truth), _ranks(truth)
+    n, ranks = len(truth), average_ranks(truth)
     chosen, best = (select_contrastive(x[None], keep=keep)[0] for x in (guess, truth))
     top, bottom = chosen[:keep], chosen[keep:]
     a, b = (torch.sign(x[:, None] - x[None, :]).flatten() for x in (guess, truth))
     fields = (
-        _cosine(_ranks(guess) - (n + 1) / 2, ranks - (n + 1) / 2),
+        _cosine(average_ranks(guess) - (n + 1) / 2, ranks - (n + 1) / 2),
         _cosine(a, b),
         torch.isin(top, best[:keep]).double().mean(),
         torch.isin(bottom, best[keep:]).double().mean(),
@@ -100,8 +108,14 @@ def _agreement(guess: Tensor, truth: Tensor, keep: int) -> list[float]:
     return [float(x) for x in fields]
 
 
-def _ranks(x: Tensor) -> Tensor:
-    """1 for the largest, ties their average, in float64: (number above) + (number equal + 1)/2."""
+def average_ranks(x: Float[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    """1 for the largest of " n" values, ties their average: (number above) + (number equal + 1)/2.
+
+    >>> average_ranks(torch.tensor([0.5, 2.0, 0.5]))
+    tensor([2.5000, 1.0000, 2.5000], dtype=torch.float64)
+    """
+    if not isinstance(x, Tensor) or x.ndim != 1:
+        raise ValueError(f"ranks are of one row of values, got {shapes(x=x)}")
     above, equal = (x[None, :] > x[:, None]).sum(1), (x[None, :] == x[:, None]).sum(1)
     return above + (equal + 1).double() / 2
 
@@ -119,6 +133,85 @@ def _checked_keep_of(rewards: Tensor, keep: int, *, name: str) -> int:
     if 2 * keep > rewards.shape[1]:
         raise ValueError(f"keep={keep} best and as many worst of {rewards.shape[1]}: {shapes(**{name: rewards})}")
     return keep
+
+
+# ---- extras -----------------------------------------------------------------------------------------------------------
+
+
+def affordable_pool(budget: float, *, draft: float, policy: float, keep: int, most: int) -> int:
+    """*Extra*: the largest n <= most with n draft + 2 keep policy <= budget, and never below 2 keep. Derived here.
+
+    budget: seconds per prompt; draft, policy: seconds of one sample in either stage, scoring included, measured. ValueError:
+    numbers below 0 (draft: at 0 too), keep < 1, most < 2 keep.
+
+    >>> affordable_pool(10.0, draft=0.1, policy=0.25, keep=12, most=96), affordable_pool(1.0, draft=0.1, policy=0.25, keep=12, most=96)
+    (40, 24)
+    """
+    keep, most = require_count("keep", keep), require_count("most", most)
+    if most < 2 * keep:
+        raise ValueError(f"most={most} is below the {2 * keep} samples that keep={keep} chooses")
+    budget, policy = require_number("budget", budget, low=0), require_number("policy", policy, low=0)
+    draft = require_number("draft", draft, low=0, open_low=True)
+    spare = (budget - 2 * keep * policy) / draft
+    return max(2 * keep, math.floor(min(most, spare + 1e-9)))
+
+
+class RewardCache:
+    """*Extra*: rewards by (prompt, seed, policy version), the latest `capacity` of them. Derived here.
+
+    In training the version changes with every iteration, so it hits only on resume, audit and evaluation; a key without the
+    version would hand on the rewards of samples that no longer exist. version: whatever tells policies apart, an iteration
+    or a digest. What is not finite is not kept.
+
+    >>> cache = RewardCache(capacity=2)
+    >>> cache(["a", "a"], [0, 1], version=3, render=lambda rows: torch.tensor([float(r) for r in rows]))
+    tensor([0., 1.])
+    >>> cache(["a", "a"], [1, 0], version=3, render=None)
+    tensor([1., 0.])
+    """
+
+    def __init__(self, *, capacity: int):
+        self.capacity = require_count("capacity", capacity)
+        self.kept: dict[tuple[str, int, Hashable], float] = {}
+        self.hits = self.misses = 0
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int] | Tensor,
+        *,
+        version: Hashable,
+        render: Callable[[list[int]], Tensor] | None,
+    ) -> Float[Tensor, " b"]:
+        """Rewards " b" (float32), of which render(rows) gives those of the rows not known, in their order. ValueError: lengths
+        that differ, a version of None, as many rewards as rows not returned."""
+        numbers = [int(s) for s in seeds]
+        known = version is not None and isinstance(version, Hashable)
+        if isinstance(prompts, str) or len(prompts) != len(numbers) or not known:
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(numbers)} seeds, version {version!r}: one each, and a version"
+            )
+        keys = [(prompt, seed, version) for prompt, seed in zip(prompts, numbers)]
+        first = {key: row for row, key in reversed(list(enumerate(keys)))}
+        fresh = sorted(row for key, row in first.items() if key not in self.kept)
+        self.hits, self.misses = self.hits + len(keys) - len(fresh), self.misses + len(fresh)
+        found = {key: self.kept[key] for key in keys if key in self.kept}
+        if fresh:
+            if render is None:
+                raise ValueError(
+                    f"{len(fresh)} rewards are not known, the first of {keys[fresh[0]]}, and render is None"
+                )
+            values = render(fresh)
+            if not isinstance(values, Tensor) or tuple(values.shape) != (len(fresh),):
+                raise ValueError(f"render must return ({len(fresh)},) rewards, got {shapes(rewards=values)}")
+            found |= {keys[row]: float(value) for row, value in zip(fresh, values)}
+        for key in keys:  # the latest asked for are the last to go
+            self.kept.pop(key, None)
+            if math.isfinite(found[key]):
+                self.kept[key] = found[key]
+        for key in list(self.kept)[: max(len(self.kept) - self.capacity, 0)]:
+            del self.kept[key]
+        return torch.tensor([found[key] for key in keys], dtype=torch.float32)
 
 
 # ---- the two-stage rollout --------------------------------------------------------------------------------------------
@@ -178,8 +271,11 @@ def two_stage_rollout(
     _checked_times(draft_times)
     _checked_kernels(step, len(_checked_times(times)) - 1)
     chunk = None if chunk is None else require_count("chunk", chunk)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or len(prompts) != g:
+    listed = isinstance(prompts, Sequence) and not isinstance(prompts, str) and all(isinstance(p, str) for p in prompts)
+    if not listed or len(prompts) != g:
         raise ValueError(f"prompts must be {g} strings, one per row of seeds {tuple(seeds.shape)}, got {prompts!r}")
+    if not callable(reward) or not callable(decode):
+        raise ValueError(f"reward and decode must be functions, got {reward!r} and {decode!r}")
 
     def score(x_0: Tensor, rows: Tensor) -> Any:
         return reward(decode(x_0), [prompts[i] for i in rows.tolist()])
@@ -217,15 +313,22 @@ def draft_rewards(
 def _rendered(velocity, params, cond, seeds, score, times, shape, chunk, **how):
     """(trajectory, rewards " c") of one chunk of samples after the other, prompt-major."""
     flat, n = seeds.flatten(), seeds.shape[1]
+    scored, failure = 0, None
     for start in range(0, len(flat), chunk or len(flat)):
         part = flat[start : start + (chunk or len(flat))]
         rows = torch.arange(start, start + len(part), device=flat.device) // n
         own = {name: value[rows.to(value.device)] for name, value in cond.items()}
         walked = rollout(velocity, params, own, times, seeds=part, shape=shape, **how)
-        rewards = score(walked.x_0, rows)
+        try:
+            rewards = score(walked.x_0.clone(), rows)  # decode or the reward may write into what they are given
+            scored += 1
+        except NoReward as error:  # a chunk without a reward is no run without one
+            rewards, failure = torch.full((len(part),), math.nan), error
         if not isinstance(rewards, Tensor) or not rewards.is_floating_point() or tuple(rewards.shape) != (len(part),):
             raise ValueError(f"the reward must return ({len(part)},) floats, one per sample, got {shapes(r=rewards)}")
         yield walked, rewards
+    if failure is not None and not scored:
+        raise failure
 
 
 def _joined(parts: list[Trajectory]) -> Trajectory:

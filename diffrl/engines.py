@@ -48,10 +48,15 @@ def schedule_for(algorithm: Algorithm, s: Settings) -> Schedule:
     )
 
 
-def check_engine(s: Settings, algorithm: Algorithm) -> None:
-    """ValueError or ImportError before anything is written: an engine that cannot run this algorithm by these settings."""
+def check_engine(s: Settings, algorithm: Algorithm, *, ranks: int = 1) -> None:
+    """ValueError or ImportError before anything is written: an engine that cannot run this algorithm by these settings,
+    or that is one of several ranks."""
     if s.engine == "loop":
         return
+    if ranks > 1:
+        raise ValueError(f"--engine {s.engine} in one of {ranks} processes: only --engine loop trains under torchrun")
+    if s.images is not None:
+        raise ValueError(f"--engine {s.engine}: --images {s.images!r} needs --engine loop")
     if s.engine == "ray":
         require_ray()
     if algorithm.pool is not None:

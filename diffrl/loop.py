@@ -16,6 +16,7 @@ Metrics of one iteration, all floats (times in seconds):
     kl_velocity, anchor         mean (v - v_reference)^2 of AWM and DiffusionNFT, before their factors
     optimality/mean, /min, /max of DiffusionNFT's r: near 1/2 throughout it says nothing
     NAME/t=0.900                ratio_deviation, std and output_grad (rms of d loss/d v) of the step that starts at t
+    draft/..., audit/..., and further seconds/... of `sol_rl`, see there
     seconds/rollout, seconds/reward, seconds/update
 """
 
@@ -30,10 +31,23 @@ from torch import Tensor
 
 from diffrl.algorithms import live
 from diffrl.checkpoints import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint
-from diffrl.checks import require_cond, require_count, require_number, require_same_keys
+from diffrl.checks import require_count, require_number
 from diffrl.guidance import dead_groups
 from diffrl.losses import masked_mean
+from diffrl.ranks import Ranks, alone, require_same_start
 from diffrl.sampling import chunked, sample_seeds
+from diffrl.training_checks import (
+    check_algorithm,
+    check_batch,
+    check_behaviour,
+    check_credit,
+    check_optimizer,
+    check_reward,
+    check_sizes,
+    checked_groups,
+    checked_prompts,
+    checked_reference,
+)
 from diffrl.types import Algorithm, Batch, Gridded, Params, Reward, Window
 from diffrl.windows import (
     Score,
@@ -79,6 +93,7 @@ def train(
     split: Split | None = None,
     reference: Params | None = None,
     before_iteration: Callable[[torch.optim.Optimizer], None] | None = None,
+    ranks: Ranks = alone,
 ) -> Iterator[dict[str, float]]:
     """Endless: one dict of metrics per iteration, after its updates; the caller stops. See the module's table of metrics.
 
@@ -89,34 +104,31 @@ def train(
     rounding, metrics are means over the parts); rollout_chunk: samples per velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
     reference: params that a KL or an anchor pulls toward; None: a copy of the first ones, which a resumed run must be given.
     before_iteration: called with the optimizer first (e.g. to reset its state: `lambda o: o.state.clear()`).
+    ranks: of a process that is one of several (`ranks.torch_ranks()`); prompts_per_iteration counts those of all of them.
 
     A reward that raises for some images gives those nan; for all: ValueError. ValueError at the call, before
     anything runs: empty or non-string prompts, group_size < 2, counts below 1, an optimizer that steps none or other tensors
     than the model's, a group_size smaller than the algorithm's updates or larger than its pool.
     """
-    prompts = _checked_prompts(prompts, images)
-    group_size = require_count("group_size", group_size, low=2)
-    steps, start = require_count("steps", steps), require_count("start", start, low=0)
-    seed = require_count("seed", seed, low=0)
+    prompts = checked_prompts(prompts, images)
+    group_size, steps = require_count("group_size", group_size, low=2), require_count("steps", steps)
+    start, seed = require_count("start", start, low=0), require_count("seed", seed, low=0)
     if grad_clip is not None:
         grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
-    g = len(prompts) if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
-    if g > len(prompts):
-        raise ValueError(f"prompts_per_iteration={g} of only {len(prompts)} prompts")
-    _check_algorithm(algorithm, group_size)
-    _check_sizes(micro_batch=micro_batch, pack=pack, rollout_chunk=rollout_chunk)
-    _check_optimizer(optimizer, model.params)
-    if not callable(reward):
-        raise ValueError(f"reward must be a callable (images, prompts) -> values, got {reward!r}")
-    reference = _checked_reference(algorithm, reference, model.params, start)
-    _check_behaviour(algorithm, behaviour, model.params, start)
+    g = checked_groups(prompts_per_iteration, len(prompts), ranks.size)
+    check_algorithm(algorithm, group_size)
+    check_sizes(micro_batch=micro_batch, pack=pack, rollout_chunk=rollout_chunk)
+    check_optimizer(optimizer, model.params)
+    require_same_start(ranks, model.params)
+    check_reward(reward)
+    reference = checked_reference(algorithm, reference, model.params, start)
+    check_behaviour(algorithm, behaviour, model.params, start)
     if algorithm.memory is not None:
         algorithm.memory.reset()
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
-    plan = _Plan(
-        prompts, images, g, group_size, seed, grad_clip, micro_batch, pack, split or split_within_prompt, reference
-    )
+    how, split = (grad_clip, micro_batch, pack, ranks), split or split_within_prompt
+    plan = _Plan(prompts, images, g, group_size, seed, how, split, reference, ranks)
     return _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration)
 
 
@@ -128,11 +140,10 @@ class _Plan(NamedTuple):
     g: int
     k: int
     seed: int
-    grad_clip: float | None
-    micro_batch: int | None
-    pack: int | None
+    how: tuple[Any, ...]  # every update is made: grad_clip, micro_batch, pack, ranks
     split: Split
     reference: Params | None
+    ranks: Ranks
 
 
 def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration):
@@ -142,19 +153,20 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         began = time.perf_counter()
         if before_iteration is not None:
             before_iteration(optimizer)
-        chosen = prompts_of_iteration(plan.seed, i, len(plan.prompts), plan.g)
+        every = prompts_of_iteration(plan.seed, i, len(plan.prompts), plan.g)
+        chosen = plan.ranks.share(every)
         texts = [plan.prompts[p] for p in chosen]
         cond = encode(model, texts, None if plan.images is None else [plan.images[p] for p in chosen])
         seeds = sample_seeds(plan.seed, i, chosen, algorithm.pool or plan.k).to(device)
         score = Score(model.decode, reward, texts)
 
         with torch.no_grad():
-            batch = algorithm.collect(
-                sampler._replace(iteration=i), behaviour, cond, seeds, score
-            )  # 1. roll out and score
-            _check_batch(batch, plan)
+            # 1. roll out and score
+            at_i = sampler._replace(iteration=i, first=int(sample_seeds(plan.seed, i, every[:1], 1)))
+            batch = plan.ranks.whole(algorithm.collect(at_i, behaviour, cond, seeds, score))
+            check_batch(batch, plan.g, plan.k)
             credit = algorithm.credit(batch)  # 2. turn rewards into what each sample is told
-        _check_credit(credit, plan)
+        check_credit(credit, plan.g, plan.k)
         metrics = reward_metrics(batch.rewards) | {"behaviour_distance": params_distance(behaviour, model.params)}
         if metrics["groups/dead"] > 0.5 and not warned:
             warned = True
@@ -165,8 +177,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         parts = [window_of(batch, credit, rows, plan.reference) for rows in windows]
         updates = []
         for part in parts:  # 3. optimizer steps on disjoint windows of every group
-            sizes = (plan.grad_clip, plan.micro_batch, plan.pack)
-            updates.append(update(algorithm.objective, model, optimizer, part, *sizes))
+            updates.append(update(algorithm.objective, model, optimizer, part, *plan.how))
             if algorithm.memory is not None:
                 algorithm.memory.advance()
         behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
@@ -175,7 +186,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
             "seconds/reward": score.seconds,
             "seconds/update": time.perf_counter() - collected,
         }
-        yield {"iteration": i, **metrics, **_over_updates(updates), **seconds}
+        yield {"iteration": i, **metrics, **(batch.metrics or {}), **_over_updates(updates), **seconds}
 
 
 def update(
@@ -186,18 +197,20 @@ def update(
     grad_clip: float | None = 1.0,
     micro_batch: int | None = None,
     pack: int | None = None,
+    ranks: Ranks = alone,
 ) -> dict[str, float]:
     """One optimizer step on one window: masked mean of the objective, gradient norm clipped. Returns loss and metrics.
 
-    micro_batch, pack: samples, or states, per backward (`windows.parts_of`); parts are weighted by their share of the
-    window, so the gradient is the whole window's. ValueError: a gradient that is not finite (nothing is stepped then).
+    micro_batch, pack: samples, or states, per backward (`windows.parts_of`, of this rank's rows); parts are weighted by
+    their share of the window, so the gradient is the whole window's, as it is where `ranks` share the rows. ValueError: a
+    gradient that is not finite (nothing is stepped then), an empty window.
     """
     for p in model.params.values():  # zero_grad, also of those that this optimizer does not step: they are in the norm
         p.grad = None
     total = 0.0
     told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the size of the part that told it
     with torch.enable_grad():
-        for part, share, whole in parts_of(objective, window, micro_batch=micro_batch, pack=pack):
+        for part, share, whole in parts_of(objective, window, micro_batch=micro_batch, pack=pack, ranks=ranks):
             loss, keep, metrics = objective(model.velocity, model.params, part)
             value = masked_mean(loss, keep) * (share / whole)
             if not value.requires_grad:
@@ -208,6 +221,8 @@ def update(
             total += float(value.detach())
             for name, number in metrics.items():
                 told.setdefault(name, []).append((float(number), share))
+    ranks.add(model.params)
+    total, told = _over_ranks(ranks.gathered((total, told)))
     params = list(model.params.values())
     norm = torch.nn.utils.clip_grad_norm_(params, torch.inf if grad_clip is None else grad_clip)
     if not bool(torch.isfinite(norm)):
@@ -215,6 +230,15 @@ def update(
     optimizer.step()
     means = {name: _together(name, *zip(*values, strict=True)) for name, values in told.items()}
     return {**means, "loss": total, "grad_norm": float(norm)}
+
+
+def _over_ranks(each: list[tuple[float, dict]]) -> tuple[float, dict]:
+    """Sum of the ranks' shares of the loss, and every metric's values of all of them."""
+    told: dict[str, list[tuple[float, int]]] = {}
+    for _, own in each:
+        for name, values in own.items():
+            told.setdefault(name, []).extend(values)
+    return sum(total for total, _ in each), told
 
 
 def _together(name: str, values: Sequence[float], samples: Sequence[int]) -> float:
@@ -239,109 +263,6 @@ def _over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     means = {name: _together(name, values, [1] * len(values)) for name, values in told.items()}
     single = {f"{name}/update_{j}": value for j, u in enumerate(updates, 1) for name, value in u.items()}
     return means | single
-
-
-# ---- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def _checked_reference(algorithm: Algorithm, reference: Params | None, params: Params, start: int) -> Params | None:
-    """A copy of the reference where the algorithm needs one, which later updates must not touch; of the live params where
-    training begins."""
-    if not algorithm.needs_reference and reference is None:
-        return None
-    if reference is None and start > 0:
-        raise ValueError(
-            f"start={start}: this algorithm needs reference=, a snapshot of the params training began with"
-        )
-    reference = params if reference is None else reference
-    if not isinstance(reference, Mapping):
-        raise ValueError(f"reference must be params by name, got {reference!r}")
-    require_same_keys(params=params, reference=reference)
-    return {name: reference[name].detach().clone() for name in params}
-
-
-def _checked_prompts(prompts: Sequence[str], images: Sequence[Any] | Tensor | None) -> list[str]:
-    indexed = hasattr(prompts, "__getitem__") and not isinstance(prompts, str | Mapping)  # a set has no order to repeat
-    if not indexed or not len(prompts):
-        raise ValueError(f"prompts must be a non-empty sequence of strings, got {prompts!r}")
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f"prompts[{i}] must be a non-empty string, got {prompt!r}")
-    if images is not None and (not hasattr(images, "__len__") or len(images) != len(prompts)):
-        got = f"{len(images)} images" if hasattr(images, "__len__") else repr(images)
-        raise ValueError(f"images must be one per prompt: {got}, {len(prompts)} prompts")
-    return list(prompts)
-
-
-def _check_behaviour(algorithm: Algorithm, behaviour: Params | None, params: Params, start: int) -> None:
-    if behaviour is not None:
-        if not isinstance(behaviour, Mapping):
-            raise ValueError(f"behaviour must be params by name, got {behaviour!r}")
-        require_same_keys(params=params, behaviour=behaviour)
-    elif start > 0 and algorithm.behaviour is not live:
-        text = f"start={start} without behaviour=: the live params roll out first, which is another run than the one resumed"
-        warnings.warn(text, stacklevel=3)
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None:
-            require_count(name, size)
-    if sizes["micro_batch"] is not None and sizes["pack"] is not None:
-        raise ValueError(
-            f"micro_batch={sizes['micro_batch']} counts samples and pack={sizes['pack']} states: give one of them"
-        )
-
-
-def _check_algorithm(algorithm: Algorithm, group_size: int) -> None:
-    if not hasattr(algorithm, "updates"):
-        raise ValueError(f"algorithm must be an Algorithm such as art(), got {algorithm!r}")
-    if require_count("updates", algorithm.updates) > group_size:
-        raise ValueError(f"group_size={group_size} cannot be split into {algorithm.updates} updates")
-    if algorithm.pool is not None and algorithm.pool < group_size:
-        raise ValueError(f"group_size={group_size} is larger than the algorithm's pool of {algorithm.pool}")
-    if algorithm.kept is not None and algorithm.kept != group_size:
-        raise ValueError(f"group_size={group_size} must be the {algorithm.kept} samples per prompt that collect keeps")
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
-    if not params:
-        raise ValueError("model.params is empty: nothing to train")
-    if not hasattr(optimizer, "param_groups"):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    ours = {id(p) for p in params.values()}
-    if not stepped & ours or stepped - ours:
-        raise ValueError(
-            f"optimizer must step model.params: of its {len(stepped)} tensors {len(stepped & ours)} are among "
-            f"the model's {len(ours)}"
-        )
-
-
-def _check_batch(batch: Batch, plan: _Plan) -> None:
-    """What a collect of one's own may get wrong: rows of other samples, cond per sample, parts of the pool."""
-    g, k, b, tr = plan.g, plan.k, plan.g * plan.k, batch.trajectory
-    if tuple(batch.rewards.shape) != (g, k) or tr.x_0.shape[0] != b:
-        raise ValueError(
-            f"collect must return rewards ({g}, {k}) and {b} samples, got {tuple(batch.rewards.shape)} and {tr.x_0.shape[0]}"
-        )
-    for name in ("x_t", "x_next", "v", "std", "log_prob"):
-        if tuple(getattr(tr, name).shape[:2]) != (b, len(tr.t)):
-            got = tuple(getattr(tr, name).shape)
-            raise ValueError(f"trajectory.{name} must have {b} samples x {len(tr.t)} kept steps, got shape {got}")
-    if tr.seeds is not None and len(tr.seeds) != b:
-        raise ValueError(f"trajectory.seeds must hold one seed per sample ({b}), got {len(tr.seeds)}")
-    if batch.parts is not None and tuple(batch.parts.shape[:2]) != (g, k):
-        raise ValueError(f"parts must be ({g}, {k}, rewards), got {tuple(batch.parts.shape)}")
-    require_cond(batch.cond, g)
-
-
-def _check_credit(credit: Mapping[str, Tensor], plan: _Plan) -> None:
-    b = plan.g * plan.k
-    for name, value in credit.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != (b,):
-            got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"credit[{name!r}] must have one row per sample ({b}), got {got}")
 
 
 # ---- diagnosis --------------------------------------------------------------------------------------------------------
@@ -376,6 +297,7 @@ def diagnose(
     prompts: Sequence[str],
     reward: Reward,
     *,
+    images: Sequence[Any] | Tensor | None = None,
     group_size: int = 8,
     steps: int = 8,
     seed: int = 0,
@@ -384,24 +306,32 @@ def diagnose(
     tolerance: float = 1e-3,
 ) -> Report:
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
+    images: one per prompt, for image-to-video.
 
     Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
     equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     """
-    prompts = _checked_prompts(prompts, None)[:8]
+    prompts = checked_prompts(prompts, images)[:8]
+    images = None if images is None else images[:8]
     optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)
-    training = train(model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed)
+    training = train(
+        model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed, images=images
+    )
     sampler: Any = Gridded(model.velocity, model.times, steps, tuple(model.latent_shape()))
-    cond, score = encode(model, prompts), Score(model.decode, reward, prompts)
+    cond, score = encode(model, prompts, images), Score(model.decode, reward, prompts)
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
     saved = {name: p.detach().clone() for name, p in model.params.items()}
 
-    def collect() -> tuple[Batch, Mapping[str, Tensor]]:
+    def collect(chosen: Tensor | None = None) -> tuple[Batch, Mapping[str, Tensor]]:
+        """chosen: the seeds that an algorithm which draws more than it keeps has kept, to be rendered again as they are."""
+        if algorithm.memory is not None:
+            algorithm.memory.reset()
+        by = algorithm.collect if chosen is None else algorithm.collect.of_chosen  # type: ignore[attr-defined]
         with torch.no_grad():
-            batch = algorithm.collect(sampler, model.params, cond, seeds, score)
+            batch = by(sampler, model.params, cond, seeds if chosen is None else chosen, score)
             return batch, algorithm.credit(batch)
 
     try:
@@ -413,16 +343,21 @@ def diagnose(
         checks.extend(_gradients(model, algorithm, window, tolerance))
         for _ in range(iterations):
             next(training)
-        after, _ = collect()
+        kept = batch.trajectory.seeds if hasattr(algorithm.collect, "of_chosen") else None
+        after, _ = collect(None if kept is None else kept.reshape(batch.rewards.shape))
         checks.append(_right_way(batch, credit, after, iterations))
     finally:
         if algorithm.memory is not None:
             algorithm.memory.reset()
-        with torch.no_grad():
-            for name, p in model.params.items():
-                p.copy_(saved[name])
-                p.grad = None
+        _put_back(model.params, saved)
     return Report(tuple(checks))
+
+
+@torch.no_grad()
+def _put_back(params: Params, saved: Params) -> None:
+    for name, p in params.items():
+        p.copy_(saved[name])
+        p.grad = None
 
 
 def _same_seeds(a: Batch, b: Batch) -> Check:

@@ -5,7 +5,6 @@ diffusers and peft are imported inside the functions that need them.
 """
 
 import contextlib
-import hashlib
 import io
 import itertools
 import math
@@ -20,7 +19,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from diffrl.checks import require_count, require_number, require_same_keys, time_rows
-from diffrl.families import FAMILIES, Family, Size, checked_length, checked_size, scheduler_shift
+from diffrl.encoding import Encoder, checked_folder, encode
+from diffrl.families import FAMILIES, checked_guidance, checked_length, checked_size, scheduler_shift
+from diffrl.family import Family, Size
 from diffrl.sampling import time_grid
 from diffrl.types import Cond, Params, Velocity
 
@@ -39,7 +40,7 @@ class Model(NamedTuple):
     times: (steps) -> float32 " {steps}+1", this family's grid at this size: 1 -> 0, strictly decreasing.
     module: the denoiser, in eval mode for ever.
     export: (folder, params=None) -> folder as a Path, with weights the pipeline class loads back; None: the live params.
-    rebind: (other module of the same architecture) -> Model around it, with that module's own live params.
+    rebind: (other module of the same architecture) -> Model around it, with its own live params (`names=`: only these).
     """
 
     velocity: Velocity
@@ -50,12 +51,10 @@ class Model(NamedTuple):
     times: Callable[[int], Tensor]
     module: nn.Module | None = None
     export: Callable[..., Path] | None = None
-    rebind: "Callable[[nn.Module], Model] | None" = None
+    rebind: "Callable[..., Model] | None" = None
 
 
 DECODED_TOGETHER, SMALL_PIXELS = 16, 2**15
-
-# the public function
 
 
 class _Setup(NamedTuple):
@@ -67,9 +66,6 @@ class _Setup(NamedTuple):
     shape: tuple[int, ...]
     shift: float
     scale: float
-    negative: str
-    length: int
-    encoders: tuple[str, ...]  # text encoders there were when the model was made
     adapter: str | None
 
     @property
@@ -89,6 +85,7 @@ def from_pipeline(
     max_sequence_length: int | None = None,
     shift: float | None = None,
     gradient_checkpointing: bool = False,
+    embeddings: str | Path | None = None,
 ) -> Model:
     """A diffusers pipeline as a Model of one size. See `Model` for what each of its functions takes and returns.
 
@@ -99,41 +96,42 @@ def from_pipeline(
         pipeline, which is trained on and becomes the only active one; or None, to train every parameter (float32).
         Factors are float32, whatever the base weights are.
     guidance_scale: None: the family's default. Classifier-free families: >= 1, and 1 is no guidance (one forward).
+        Others: the number the network reads.
     negative_prompt: text of the unconditional call.
     max_sequence_length: text tokens; None: the default of the pipeline's own call.
     shift: of the time grid, > 0; None: the scheduler's, at this size.
     gradient_checkpointing: switched on or off for the module.
+    embeddings: a folder in which what `encode` computes is kept from run to run, by content; None: in memory only.
 
     Afterwards everything in the pipeline is in eval mode and only `params` require grad. ValueError, with nothing
-    changed: an unsupported pipeline class; a size that cannot be cut exactly; frames missing or not wanted; a number out
+    changed: an unsupported pipeline class or variant of it; a size that cannot be cut exactly; frames missing or not wanted; a number out
     of range; dropout, or target_modules that match nothing; an adapter that is not loaded, that is fused or weighted; a
     mapping or None where there is an adapter already; None with weights that are not float32.
     """
     family = FAMILIES.get(type(pipe).__name__)
     if family is None:
         raise ValueError(f"{type(pipe).__name__} is not supported; supported pipelines: {sorted(FAMILIES)}")
+    family.check(pipe)
     size = checked_size(family, height, width, frames)
     shape = family.latent_shape(pipe, size)
-    scale = family.guidance if guidance_scale is None else guidance_scale
-    scale = require_number("guidance_scale", scale, low=0.0 if family.guide is None else 1.0)
+    scale = checked_guidance(pipe, family, guidance_scale)
     if not isinstance(negative_prompt, str):
         raise ValueError(f"negative_prompt must be a str, got {negative_prompt!r}")
     if shift is None:
         shift = scheduler_shift(pipe, family.tokens(pipe, shape))
     shift = require_number("shift", shift, low=0.0, open_low=True)
     length = checked_length(pipe, family, max_sequence_length)
+    folder = checked_folder(embeddings)
     if gradient_checkpointing and not getattr(pipe.transformer, "_supports_gradient_checkpointing", False):
         raise ValueError(f"{type(pipe.transformer).__name__} does not support gradient checkpointing")
     with _quiet():
         adapter, config = _checked_lora(pipe.transformer, family, lora)
         # Nothing above this line has changed anything; nothing below it refuses.
         names = _prepare(pipe, adapter, config, gradient_checkpointing)
-    encoders = tuple(
-        n for n in ("text_encoder", "text_encoder_2", "text_encoder_3") if getattr(pipe, n, None) is not None
-    )
-    setup = _Setup(pipe, family, size, shape, shift, scale, negative_prompt, length, encoders, adapter)
+    setup = _Setup(pipe, family, size, shape, shift, scale, adapter)
+    encoder = Encoder.of(pipe, family, size, scale, setup.guided, negative_prompt, length, folder)
     shared: dict[str, Callable] = {
-        "encode": partial(_encode, setup, {}),
+        "encode": partial(encode, encoder),
         "decode": partial(_decode, setup),
         "latent_shape": partial(_latent_shape, setup),
         "times": partial(_times, setup),
@@ -158,10 +156,13 @@ def _around(setup: _Setup, names: Sequence[str], shared: dict[str, Callable], mo
     )
 
 
-def _rebind(setup: _Setup, params: Params, shared: dict[str, Callable], module: Any) -> Model:
+def _rebind(
+    setup: _Setup, params: Params, shared: dict[str, Callable], module: Any, names: Sequence[str] | None = None
+) -> Model:
     """Model around another module of the same architecture; ValueError where names or shapes differ."""
-    model = _around(setup, list(params), shared, module)
-    require_same_keys(params=params, module=model.params)
+    names = list(params if names is None else names)
+    model = _around(setup, names, shared, module)
+    require_same_keys(params={name: params[name] for name in names}, module=model.params)
     module.eval()
     for name, tensor in module.named_parameters():
         if name not in params:
@@ -169,13 +170,11 @@ def _rebind(setup: _Setup, params: Params, shared: dict[str, Callable], module: 
     return model
 
 
-# velocity
-
-
 def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
     """The velocity of `module`, guided where the model is; which of the two ways is decided by identity, see `Model`."""
     family = setup.family
-    keys = [*family.twins, *(f"uncond.{name}" for name in family.twins if setup.guided)]
+    keys = [*family.needs, *family.twins, *(f"uncond.{name}" for name in family.twins if setup.guided)]
+    keys += ["guidance"] if family.guidance_unit(setup.pipe) else []
 
     def swapped(values: Params, **inputs: Any) -> Any:
         return torch.func.functional_call(module, dict(values), (), inputs)
@@ -220,8 +219,10 @@ def _velocity(setup: _Setup, module: Any, live: Params) -> Velocity:
 
 def _place(module: nn.Module, live: Params) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the first tensor that is not trained, i.e. of the base weights (diffusers' own look-ups walk
-    the whole module, which a small model's every call would feel)."""
-    first = next((p for name, p in module.named_parameters() if name not in live and p.is_floating_point()), None)
+    the whole module, which a small model's every call would feel); Wan keeps some in float32 beside a bf16 rest."""
+    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    base = (p for n, p in module.named_parameters() if n not in live and not any(part in n for part in kept))
+    first = next((p for p in base if p.is_floating_point()), None)
     first = next(iter(module.parameters())) if first is None else first
     return first.device, first.dtype
 
@@ -232,66 +233,7 @@ def _require_latents(setup: _Setup, **latents: Tensor) -> None:
             raise ValueError(f"{name} must be (b, {', '.join(map(str, setup.shape))}), got {tuple(x.shape)}")
 
 
-# encode, decode, size, grid
-
-
-def _encode(
-    setup: _Setup, cache: dict, prompts: Sequence[str], images: Sequence[Any] | None = None
-) -> dict[str, Tensor]:
-    """What `pipe(prompt)` would feed its transformer, one row per prompt, as fresh tensors on the module's device.
-
-    prompts: a sequence of str, not a str. images: one per prompt for families that start from an image, else None. Each
-    distinct text and image is encoded once, alone, and kept on the CPU. Float entries are in the module's dtype, an
-    embedded `guidance` in float32. ValueError: prompts or images of another kind or number; a text not yet encoded after
-    a text encoder was taken out of the pipeline.
-    """
-    family, module = setup.family, setup.pipe.transformer
-    device, dtype = module.device, module.dtype
-    texts = [] if isinstance(prompts, str) else list(prompts)
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"prompts must be a non-empty sequence of str, got {prompts!r}")
-    if (images is None) != (family.encode_image is None) or (images is not None and len(images) != len(texts)):
-        wanted = "no images" if family.encode_image is None else f"{len(texts)} images, one per prompt"
-        got = "none" if images is None else len(images)
-        raise ValueError(f"{type(setup.pipe).__name__} takes {wanted}; got {got}")
-
-    def once(key: tuple, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        if key not in cache:
-            with torch.no_grad():
-                rows = {n: x[0].to(dtype) if x.is_floating_point() else x[0] for n, x in compute().items()}
-            cache[key] = {n: x.detach().to("cpu", copy=True) for n, x in rows.items()}
-        return cache[key]
-
-    def text(encode: Callable, prompt: str) -> dict[str, Tensor]:
-        return once((encode, prompt), lambda: _encode_text(setup, encode, prompt))
-
-    rows = [dict(text(family.encode, prompt)) for prompt in texts]
-    for row, image in zip(rows, images or []):
-        assert family.encode_image is not None
-        row.update(once((_digest(image),), partial(family.encode_image, setup.pipe, image, setup.size)))
-    if setup.guided:
-        negative = text(family.encode_negative or family.encode, setup.negative)
-        for row in rows:
-            row.update({f"uncond.{name}": negative[name] for name in family.twins})
-    cond = {name: torch.stack([row[name] for row in rows]).to(device) for name in rows[0]}
-    if unit := family.guidance_unit(setup.pipe):
-        cond["guidance"] = torch.full((len(texts),), setup.scale * unit, device=device, dtype=torch.float32)
-    return cond
-
-
-def _encode_text(setup: _Setup, encode: Callable, prompt: str) -> dict[str, Tensor]:
-    # A pipeline without T5 feeds zeros instead: taken out later, it would silently be another conditioning.
-    gone = [name for name in setup.encoders or ("text_encoder",) if getattr(setup.pipe, name, None) is None]
-    if gone:
-        raise ValueError(f"{prompt!r} was not encoded while the pipeline had {gone}")
-    return encode(setup.pipe, prompt, setup.length)
-
-
-def _digest(image: Any) -> str:
-    import numpy as np
-
-    pixels = np.ascontiguousarray(image.cpu() if isinstance(image, Tensor) else image)
-    return hashlib.sha256(f"{pixels.dtype} {pixels.shape} ".encode() + pixels.tobytes()).hexdigest()
+# decode, size, grid
 
 
 def _decode(setup: _Setup, latents: Float[Tensor, "..."]) -> UInt8[Tensor, " b *pixels"]:
@@ -448,8 +390,10 @@ def _require_trainable(module: Any, adapter: str, loaded: Sequence[str]) -> None
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLayer) or adapter not in layer.scaling:
             continue
-        if adapter in layer.merged_adapters:
-            raise ValueError(f"adapter {adapter!r} is fused into {name}: unfuse it, or it gets no gradient")
+        if layer.merged_adapters:  # a layer with any fused adapter skips them all
+            raise ValueError(
+                f"{layer.merged_adapters} are fused into {name}: unfuse them, or {adapter!r} learns nothing"
+            )
         rank = layer.r[adapter]
         plain = layer.lora_alpha[adapter] / (math.sqrt(rank) if layer.use_rslora.get(adapter) else rank)
         if not math.isclose(layer.scaling[adapter], plain):

@@ -1,13 +1,17 @@
 """Pictures of a run: its curve, what the same seeds drew before and after, who worked when. matplotlib is imported when one
 is drawn."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffrl.checks import require_count
+from diffrl.contrast import average_ranks, rank_agreement, select_contrastive
 from diffrl.schedules import Trace
 
 INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2f855a"
@@ -33,7 +37,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _style(axis: Any, title: str, xlabel: str) -> None:
-    axis.set_title(title, fontsize=10, color=INK, loc="left")
+    axis.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)  # a prompt may hold dollars
     axis.set_xlabel(xlabel, fontsize=9)
     axis.grid(True, alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
@@ -42,7 +46,7 @@ def _style(axis: Any, title: str, xlabel: str) -> None:
 
 def _legend(axis: Any, place: str = "best") -> None:
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False, loc=place)
+        axis.legend(fontsize=8, framealpha=0.8, edgecolor="none", loc=place)
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -70,23 +74,41 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
         x, dead = _series(rows, "groups/dead")
         middle.fill_between(x, [1 - d for d in dead], color=GREY, alpha=0.2, linewidth=0, label="share of live groups")
     _legend(middle, "lower left")
-    _style(right, "trust region, last update", "iteration")
+    _steering_panel(right, rows)
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
+    figure.savefig(path)
+    return Path(path)
+
+
+def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The trust region where there is one; a draft's ranks where there is a draft; how far the policy moved."""
+    from matplotlib.ticker import MaxNLocator
+
     last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
-    right.plot(*_series(rows, f"masked_fraction/update_{last}"), color=ORANGE, linewidth=1.5, label="masked fraction")
-    right.set_ylim(-0.02, 1.02)
-    right.set_ylabel("masked fraction", fontsize=9, color=ORANGE)
-    twin = right.twinx()
+    shown = [
+        (f"masked_fraction/update_{last}", "masked fraction", ORANGE),
+        ("draft/spearman", "draft/spearman (chosen)", GREEN),
+        ("audit/spearman", "audit/spearman (whole pools)", GREY),
+    ]
+    shown = [(name, label, colour) for name, label, colour in shown if _series(rows, name)[0]]
+    of_draft = [label for _, label, _ in shown if "spearman" in label]
+    _style(axis, "ranks of the draft, last update" if of_draft else "trust region, last update", "iteration")
+    for name, label, colour in shown:
+        style = "o-" if name == "audit/spearman" else "-"
+        axis.plot(*_series(rows, name), style, color=colour, linewidth=1.5, markersize=4, label=label)
+    axis.set_ylim(-0.02, 1.02)
+    if shown:
+        axis.set_ylabel("Spearman" if of_draft else "masked fraction", fontsize=9, color=GREEN if of_draft else ORANGE)
+    twin = axis.twinx()
     twin.plot(*_series(rows, f"drift_rms/update_{last}"), color=BLUE, linewidth=1.2, label="drift rms")
     twin.set_ylim(bottom=0)
     twin.set_ylabel("drift rms", fontsize=9, color=BLUE)
     twin.spines["top"].set_visible(False)
     twin.tick_params(labelsize=8)
-    lines = [*right.get_lines(), *twin.get_lines()]
-    right.legend(lines, [line.get_label() for line in lines], fontsize=8, frameon=False)
-    if title:
-        figure.suptitle(title, fontsize=11, color=INK)
-    figure.savefig(path)
-    return Path(path)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lines = [*axis.get_lines(), *twin.get_lines()]
+    axis.legend(lines, [line.get_label() for line in lines], fontsize=8, framealpha=0.8, edgecolor="none")
 
 
 def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -126,29 +148,47 @@ def save_before_after(
     before, after: UInt8 " b h w 3"; titles, captions_*: b strings; good_*: captions in green or orange. ValueError:
     lengths or shapes that differ, nothing to draw.
     """
-    b = len(before)
-    lengths = [len(after), len(titles), len(captions_before), len(captions_after)]
-    lengths += [len(good) for good in (good_before, good_after) if good is not None]
-    if b == 0 or before.ndim != 4 or before.shape != after.shape or any(n != b for n in lengths):
-        raise ValueError(
-            f"before {tuple(before.shape)}, after {tuple(after.shape)}, lengths {lengths} must be b h w 3 and all b > 0"
-        )
-    h, w = before.shape[1:3]
+    return _two_rows(
+        path,
+        {"before": before, "after": after},
+        titles,
+        [captions_before, captions_after],
+        [good_before, good_after],
+    )
+
+
+def _two_rows(
+    path: str | Path,
+    images: Mapping[str, Tensor],
+    titles: Sequence[str],
+    captions: Sequence[Sequence[str]],
+    good: Sequence[Sequence[bool] | None],
+    title: str = "",
+) -> Path:
+    """Two named rows of b pictures, titles above the first, a caption under each, green or orange where it is judged."""
+    first, second = images.values()
+    b = len(first)
+    lengths = [len(second), len(titles), *(len(c) for c in captions), *(len(x) for x in good if x is not None)]
+    if b == 0 or first.ndim != 4 or first.shape != second.shape or any(n != b for n in lengths):
+        told = ", ".join(f"{name} {tuple(x.shape)}" for name, x in images.items())
+        raise ValueError(f"{told}, lengths {lengths} must be b h w 3 and all b > 0")
+    h, w = first.shape[1:3]
     cell = 1.25
     figure = _figure(cell * b + 0.5, 2 * (cell * h / w + 0.42) + 0.25)
     axes = figure.subplots(2, b, squeeze=False)
-    rows = (("before", before, captions_before, good_before), ("after", after, captions_after, good_after))
-    for line, (name, images, captions, good) in zip(axes, rows, strict=True):
+    for line, (name, shown), words, judged in zip(axes, images.items(), captions, good, strict=True):
         for j, axis in enumerate(line):
-            axis.imshow(images[j].numpy(), interpolation="nearest" if h < 128 else None)
+            axis.imshow(shown[j].numpy(), interpolation="nearest" if h < 128 else None)
             axis.set_xticks([])
             axis.set_yticks([])
             axis.spines[:].set_color("#cccccc")
-            colour = INK if good is None else GREEN if good[j] else ORANGE
-            axis.set_xlabel(captions[j], fontsize=7.5, color=colour)
-            if name == "before":
-                axis.set_title(titles[j], fontsize=8.5, color=INK)
+            colour = INK if judged is None else GREEN if judged[j] else ORANGE
+            axis.set_xlabel(words[j], fontsize=7.5, color=colour, parse_math=False)
+            if shown is first:
+                axis.set_title(titles[j], fontsize=8.5, color=INK, parse_math=False)
         line[0].set_ylabel(name, fontsize=9, color=INK)
+    if title:
+        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
     figure.savefig(path)
     return Path(path)
 
@@ -166,7 +206,81 @@ def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: 
         if j < len(images):
             axis.imshow(images[j].numpy(), interpolation="nearest" if h < 128 else None)
             if captions is not None:
-                axis.set_title(captions[j], fontsize=6)
+                axis.set_title(captions[j], fontsize=6, parse_math=False)
+    figure.savefig(path)
+    return Path(path)
+
+
+def save_draft_pairs(
+    path: str | Path,
+    draft: Tensor,
+    policy: Tensor,
+    *,
+    titles: Sequence[str],
+    draft_rewards: Sequence[float],
+    rewards: Sequence[float],
+    title: str = "",
+) -> Path:
+    """The draft's samples above and the policy's of the same seeds below, each with its reward; best first, worst last.
+
+    draft, policy: UInt8 " b h w 3", as `select_contrastive` orders them; a reward is orange where the two differ by more
+    than a tenth of the spread of all of them. ValueError: lengths or shapes that differ, nothing to draw.
+    """
+    values = [float(v) for v in [*draft_rewards, *rewards]]
+    known = [v for v in values if math.isfinite(v)]
+    far = 0.1 * (max(known) - min(known)) if known else 0.0
+    same = [abs(float(a) - float(b)) <= far for a, b in zip(draft_rewards, rewards)]
+    return _two_rows(
+        path,
+        {"draft": draft, "policy": policy},
+        titles,
+        [[f"{float(v):.3g}" for v in told] for told in (draft_rewards, rewards)],
+        [same, same],
+        title,
+    )
+
+
+def save_rank_scatter(
+    path: str | Path, proxy: Tensor, true: Tensor, *, keep: int, titles: Sequence[str] | None = None
+) -> Path:
+    """One panel per prompt: the rank a draft gave each seed against the rank of the policy's own sample of it.
+
+    proxy, true: rewards " g n"; blue and orange: the draft's best and worst `keep` (`select_contrastive`). Spearman and Kendall
+    above each panel. Ranks: 1 is the best, ties get their average rank, and a disc's area is the number of seeds there. ValueError: as `rank_agreement`, or titles of another number.
+    """
+    found = rank_agreement(proxy, true, keep=keep)
+    g, n = proxy.shape
+    if g == 0 or (titles is not None and len(titles) != g):
+        raise ValueError(f"{g} prompts, {None if titles is None else len(titles)} titles")
+    chosen = select_contrastive(proxy, keep=keep)
+    figure = _figure(min(g, 5) * 3.0, -(-g // 5) * 3.2)
+    axes = list(figure.subplots(-(-g // 5), min(g, 5), squeeze=False).flat)
+    for axis in axes[g:]:
+        axis.axis("off")
+    for j, axis in zip(range(g), axes):
+        usable = torch.isfinite(proxy[j]) & torch.isfinite(true[j])
+        x, y = (torch.full((n,), torch.nan, dtype=torch.float64) for _ in range(2))
+        x[usable], y[usable] = average_ranks(proxy[j][usable].double()), average_ranks(true[j][usable].double())
+        colours = [GREY] * n
+        for place, column in enumerate(chosen[j].tolist()):
+            colours[column] = BLUE if place < keep else ORANGE
+        axis.plot([1, n], [1, n], color="#cccccc", linewidth=0.8, zorder=0)
+        points = Counter(
+            zip(x.tolist(), y.tolist(), colours)
+        )  # tied rewards lie on one another: larger, the more there are
+        for (a, b, colour), count in sorted(points.items(), key=lambda point: point[0][2] != GREY):  # the chosen on top
+            style = {"facecolors": "none", "edgecolors": GREY} if colour == GREY else {"c": colour, "alpha": 0.6}
+            axis.scatter(a, b, s=14 * count, linewidth=1 if colour == GREY else 0, **style)
+        name = "" if titles is None else f"{titles[j]}\n"
+        told = f"Spearman {float(found.spearman[j]):.2f}, Kendall {float(found.kendall[j]):.2f}"
+        _style(axis, f"{name}{told}", "rank by the draft (1 is best)")
+        axis.title.set_fontsize(8)
+        axis.set_ylabel("rank by the policy" if j % 5 == 0 else "", fontsize=9)
+        axis.set_xlim(0, n + 1)
+        axis.set_ylim(0, n + 1)
+    for colour, name in ((BLUE, f"draft's best {keep}"), (ORANGE, f"its worst {keep}"), (GREY, "not chosen")):
+        axes[0].scatter([], [], s=20, c=colour, label=name)
+    _legend(axes[0], "lower right")
     figure.savefig(path)
     return Path(path)
 

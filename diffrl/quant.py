@@ -7,6 +7,7 @@ for studying agreement.
 
 import copy
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from diffrl.checks import require_count, require_number, require_tensors, shapes
 from diffrl.contrast import (
     RankAgreement,
+    RewardCache,
     TwoStageRollout,
+    affordable_pool,
     draft_rewards,
     rank_agreement,
     select_contrastive,
@@ -31,7 +34,9 @@ __all__ = [
     "ConversionReport",
     "QuantizedLinear",
     "RankAgreement",
+    "RewardCache",
     "TwoStageRollout",
+    "affordable_pool",
     "convert_linears",
     "draft_rewards",
     "e2m1_round",
@@ -71,6 +76,13 @@ class ConversionReport(NamedTuple):
     skipped: dict[str, str]
     unused_skips: tuple[str, ...]
     backend: str
+
+    def __str__(self) -> str:
+        """One line of counts; the fields hold the names."""
+        why = Counter(self.skipped.values())
+        left = ", ".join(f"{count} {reason}" for reason, count in sorted(why.items())) or "none"
+        unused = f"; skips that met nothing: {list(self.unused_skips)}" if self.unused_skips else ""
+        return f"{len(self.converted)} layers converted ({self.backend}), left alone: {left}{unused}"
 
 
 class QuantizedLinear(nn.Module):
@@ -122,6 +134,7 @@ def convert_linears(
     chosen = tuple(name for name, reason in reasons.items() if reason is None)
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     unused = tuple(entry for entry in skip if not any(_hits(entry, name) for name in names))
+    _refuse_strange(module, chosen)
     _refuse_ties(module, chosen)
     draft = copy.deepcopy(module).requires_grad_(False)
     hardware = quantize is nvfp4_fake_quantize and _torchao_runs([linears[name].weight for name in chosen])
@@ -142,9 +155,9 @@ def requantize_(draft: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
         raise ValueError(f"requantize_ takes a module and tensors by name, got {type(draft)} and {type(params)}")
     own = dict(draft.named_parameters(remove_duplicate=False)) | dict(draft.named_buffers(remove_duplicate=False))
     layers = {f"{n}.weight".lstrip("."): m for n, m in draft.named_modules(remove_duplicate=False)}
-    if wrong := [name for name in params if name not in own]:
+    if wrong := [str(name) for name in params if name not in own]:
         raise ValueError(f"the draft has no {sorted(wrong)}; it has {sorted(own)[:8]} and {max(len(own) - 8, 0)} more")
-    differ = [n for n, value in params.items() if not isinstance(value, Tensor) or value.shape != own[n].shape]
+    differ = [n for n, x in params.items() if not isinstance(x, Tensor) or x.shape != own[n].shape or x.is_meta]
     if differ:
         raise ValueError("; ".join(f"{n!r}: {shapes(draft=own[n], params=params[n])}" for n in differ))
     with torch.no_grad():
@@ -203,6 +216,27 @@ def _reason(name: str, layer: nn.Linear, skip: Sequence[str], min_dim: int) -> s
     return None if type(layer) is nn.Linear else "subclass"
 
 
+def _refuse_strange(module: nn.Module, chosen: Sequence[str]) -> None:
+    """ValueError where a layer computes more than F.linear(x, weight, bias), or its owner reads its weight itself."""
+    odd = {}
+    for name in chosen:
+        layer = module.get_submodule(name)
+        hooks = [
+            kind for kind in vars(layer) if kind.endswith("_hooks") and "state_dict" not in kind and vars(layer)[kind]
+        ]
+        own = [n for n, _ in (*layer.named_buffers(), *layer.named_children())]
+        own += [n for n, _ in layer.named_parameters() if n not in ("weight", "bias")]
+        own += ["forward"] if "forward" in vars(layer) else []
+        owner = module.get_submodule(name.rpartition(".")[0])
+        owners = (
+            ["the fast path of its TransformerEncoderLayer"] if isinstance(owner, nn.TransformerEncoderLayer) else []
+        )
+        if hooks or own or owners:
+            odd[name] = [*hooks, *own, *owners]
+    if odd:
+        raise ValueError(f"layers that are more than their weight and bias: {odd}; add them to skip")
+
+
 def _refuse_ties(module: nn.Module, chosen: Sequence[str]) -> None:
     """ValueError where a weight is also something else: written under one name, it would stay stale under the other."""
     ours = {f"{name}.weight".lstrip(".") for name in chosen}
@@ -245,11 +279,14 @@ def _replaced(draft: nn.Module, name: str, layers: Mapping[int, nn.Module]) -> n
 
 
 def _quantized(name: str, value: Tensor, quantize: Quantize) -> Tensor:
+    where = f"{name!r} {tuple(value.shape)} {value.dtype}"
     try:
-        return quantize(value)
+        quantized = quantize(value)
     except ValueError as error:
-        where = f"{name!r} {tuple(value.shape)} {value.dtype}"
         raise ValueError(f"quantize refuses {where}: {error}; add the layer to skip") from error
+    if not isinstance(quantized, Tensor) or quantized.shape != value.shape:
+        raise ValueError(f"quantize must keep the shape of {where}, got {shapes(quantized=quantized)}")
+    return quantized
 
 
 def _stored(name: str, value: Tensor, layer: nn.Module | None, into: Tensor) -> Tensor:

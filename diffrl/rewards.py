@@ -6,20 +6,66 @@ the whole, bit for bit. NaN: no score.
 
 A malformed call (lengths differ, wrong dtype or rank) raises one `ValueError`; a malformed image is a NaN in its row.
 There is no gradient, no state that survives a call and, once a factory has returned, no network. Each factory imports
-what it needs inside itself.
+what it needs inside itself. The exceptions are in the names: `preference` and `judged` compare the rows of a group,
+`cached` remembers, `remote` asks a server.
+
+Here are the rewards that read text or measure files; the others live in modules of their own and are reached from here:
+`scorers` and `scorer_weights` (models), `objects` (GenEval), `reward_tools` (a reward in, a reward out), `remote_rewards`.
 """
 
 import io
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diffrl.checks import promote, require_number
+from diffrl.checks import require_call, require_images
+from diffrl.objects import Fact, Object, geneval_facts, object_check
+from diffrl.remote_rewards import remote
+from diffrl.reward_tools import WeightedSum, cached, in_threads, judged, preference, weighted_sum
+from diffrl.scorer_weights import load_aesthetic, load_clip_score, load_hps_v2, load_image_reward, load_pick_score
+from diffrl.scorers import VIDEO_ALIGN, aesthetic, clip_score, hps_v2, image_reward, pick_score, video_reward
+
+__all__ = [
+    "VIDEO_ALIGN",
+    "Engine",
+    "Fact",
+    "Object",
+    "TextReward",
+    "WeightedSum",
+    "aesthetic",
+    "cached",
+    "clip_score",
+    "edit_distance",
+    "exact_match",
+    "geneval_facts",
+    "hps_v2",
+    "image_reward",
+    "in_threads",
+    "jpeg_compressibility",
+    "jpeg_incompressibility",
+    "judged",
+    "load_aesthetic",
+    "load_clip_score",
+    "load_hps_v2",
+    "load_image_reward",
+    "load_pick_score",
+    "object_check",
+    "ocr",
+    "pick_score",
+    "preference",
+    "quoted",
+    "rapid_ocr",
+    "remote",
+    "tesseract_ocr",
+    "text_similarity",
+    "video_reward",
+    "weighted_sum",
+]
 
 Engine: TypeAlias = Callable[[np.ndarray], Sequence[str]]
 """UInt8 pictures " b h w 3" in RGB -> b strings; what is read in a picture must not depend on its neighbours."""
@@ -106,23 +152,6 @@ def exact_match(
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _check_images(name: str, images: Tensor, *, ranks: tuple[int, ...]) -> None:
-    axes = " or ".join({4: "b h w 3", 5: "b f h w 3"}[rank] for rank in ranks)
-    good = isinstance(images, Tensor) and images.dtype == torch.uint8 and images.ndim in ranks and images.shape[-1] == 3
-    if not good:
-        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"{name}: images must be a torch.uint8 tensor ({axes}), got {got}")
-
-
-def _check(name: str, images: Tensor, prompts: Sequence[str], *, ranks: tuple[int, ...]) -> None:
-    """Refuse a malformed call."""
-    _check_images(name, images, ranks=ranks)
-    if prompts is None or isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ValueError(f"{name}: prompts must be a sequence of strings, got {prompts!r}")
-    if len(prompts) != len(images):
-        raise ValueError(f"{name}: {len(images)} images {tuple(images.shape)} but {len(prompts)} prompts")
-
-
 class TextReward(NamedTuple):
     """The reward `text_similarity(reading, target(prompt))`; `read` gives what the engine reads, for logs and
     pictures.
@@ -135,7 +164,7 @@ class TextReward(NamedTuple):
         """What the engine reads in each of the images, UInt8 " b h w 3"; None where it raised an exception or there
         are no pixels.
         """
-        _check_images("ocr", images, ranks=(4,))
+        require_images("ocr", images, ranks=(4,))
         pictures = images.detach().cpu().numpy()
         if pictures.size == 0:
             return [None] * len(images)
@@ -159,7 +188,7 @@ class TextReward(NamedTuple):
 
     def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Float32 " b" in [0, 1]; NaN where the prompt has no target or the picture cannot be read."""
-        _check("ocr", images, prompts, ranks=(4,))
+        require_call("ocr", images, prompts, ranks=(4,))
         targets = [self.target(prompt) for prompt in prompts]
         readings = self.read(images)
         values = [text_similarity(reading, wanted) for reading, wanted in zip(readings, targets)]
@@ -290,7 +319,7 @@ def _jpeg_kilobytes(name: str, quality: int, sign: float) -> Callable[[Tensor, S
         return buffer.tell() / 1000
 
     def reward(images: Tensor, prompts: Sequence[str]) -> Tensor:
-        _check(name, images, prompts, ranks=(4, 5))
+        require_call(name, images, prompts, ranks=(4, 5))
         pictures = images.detach().cpu().numpy()
         videos = pictures[:, None] if pictures.ndim == 4 else pictures
         values = [
@@ -324,46 +353,3 @@ def jpeg_incompressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[s
     the same.
     """
     return _jpeg_kilobytes("jpeg_incompressibility", quality, 1.0)
-
-
-# ---- several rewards --------------------------------------------------------------------------------------------------
-
-
-class WeightedSum(NamedTuple):
-    """sum_j weights_j rewards_j, itself a reward. The single values reach `Batch.parts`, for advantages or directions per
-    reward. A sample for which any of them is missing has no reward. Make it with `weighted_sum`."""
-
-    rewards: Mapping[str, Callable[[Tensor, Sequence[str]], Tensor]]
-    weights: tuple[float, ...]
-
-    def __call__(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        """images, one prompt each -> float " b"."""
-        each = [torch.as_tensor(reward(images, prompts)) for reward in self.rewards.values()]
-        return self.total(torch.stack(promote(*each), dim=1))
-
-    def total(self, parts: Tensor) -> Tensor:
-        """parts " b j" -> sum_j w_j parts_j " b", nan where any part is not finite."""
-        total = parts @ torch.tensor(self.weights, dtype=parts.dtype, device=parts.device)
-        return torch.where(torch.isfinite(parts).all(1), total, torch.nan)
-
-
-def weighted_sum(
-    rewards: Mapping[str, Callable[[Tensor, Sequence[str]], Tensor]], weights: Mapping[str, float] | None = None
-) -> WeightedSum:
-    """Several rewards as one, R = sum_j w_j R_j on raw scores (the mixture of 2610.12572). weights by the same names,
-    finite; None: 1 each. ValueError: no rewards, other names.
-
-    >>> weighted_sum({"a": lambda i, p: torch.ones(1), "b": lambda i, p: torch.ones(1)}, {"a": 2, "b": -1})(None, ["x"])
-    tensor([1.])
-    """
-    if not isinstance(rewards, Mapping) or not rewards:
-        raise ValueError(f"rewards must be a non-empty mapping of rewards by name, got {rewards!r}")
-    for name, reward in rewards.items():
-        if not callable(reward):
-            raise ValueError(f"rewards[{name!r}] must be a callable, got {reward!r}")
-    if weights is not None and not isinstance(weights, Mapping):
-        raise ValueError(f"weights must be a mapping by the rewards' names {sorted(rewards)}, got {weights!r}")
-    if weights is not None and weights.keys() != rewards.keys():
-        raise ValueError(f"weights {sorted(weights)} must have the names of the rewards {sorted(rewards)}")
-    given = dict.fromkeys(rewards, 1.0) if weights is None else weights
-    return WeightedSum(dict(rewards), tuple(require_number(f"weights[{n!r}]", given[n]) for n in rewards))

@@ -198,7 +198,12 @@ Where = Callable[[Gridded, Tensor], range]
 def random_window_of(size: int) -> Where:
     """Flow-GRPO-Fast's window: `size` steps, one start per rollout, uniform in {0..steps//2 - size}, from the batch's seeds."""
     size = require_count("window", size)
-    return lambda velocity, seeds: random_window(int(seeds[0, 0]) % 2**63, steps=velocity.steps, size=size)
+
+    def where(velocity: Gridded, seeds: Tensor) -> range:
+        first = int(seeds[0, 0]) if velocity.first is None else velocity.first
+        return random_window(first % 2**63, steps=velocity.steps, size=size)
+
+    return where
 
 
 def sliding_window_of(size: int, *, stride: int, every: int) -> Where:

@@ -4,6 +4,7 @@
     checkpoint/          the newest whole checkpoint (`diffrl.checkpoints`)
     adapter/             the trained LoRA, as the pipeline's own load_lora_weights reads it
     curve.png, before_after.png
+    drafts.png, ranks.png   with --draft: what the draft chose, and how well it ranks
 
 At iteration 0, every `eval_every` iterations and the last, a line also has eval/exact_match (where an OCR engine judges),
 eval/reward, and eval/iterations: how many iterations lie behind the evaluated weights. At iteration 0 that is 0, the base
@@ -28,13 +29,16 @@ import torch
 
 from diffrl.algorithms import live
 from diffrl.checks import require_count
+from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.engines import check_engine, engine_rows
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
-from diffrl.settings import Bench, Evaluation, Settings, build, evaluate
+from diffrl.ranks import Ranks, alone
+from diffrl.sampling import rollout, sample_seeds
+from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
 from diffrl.types import Params
 from diffrl.version import __version__
-from diffrl.windows import score_images
+from diffrl.windows import Score, encode, score_images
 
 
 def refuse_folder(folder: Path, *, overwrite: bool) -> None:
@@ -102,6 +106,8 @@ def _graceful_interrupt() -> Iterator[list[int]]:
     def note(number: int, frame: Any) -> None:
         if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if not noted:
+            os.write(2, b"\nfinishing this iteration, then stopping; Ctrl-C again stops at once\n")
         noted.append(number)
 
     try:
@@ -144,18 +150,22 @@ def run(
     overwrite: bool = False,
     progress: Callable[..., Any] | None = None,
     pictures: bool = True,
+    ranks: Ranks = alone,
 ) -> list[dict[str, Any]]:
     """Train in `folder` and return the rows of its metrics.jsonl. Interrupt it at any moment and go on with resume=True:
     rows (times apart) and weights are those of the uninterrupted run, bit for bit on the same machine.
 
+    ranks: of one of several processes that train together (`ranks.launched()`); the first alone writes, evaluates and draws.
     s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
     factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
     """
+    if ranks.rank > 0:
+        return _follow(Path(folder), s, resume, iterations, ranks)
     with _alone(Path(folder)):
-        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures)
+        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures, ranks)
 
 
-def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[dict[str, Any]]:
+def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     if resume:
         s, rows = read_metrics(folder)
@@ -167,7 +177,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[d
         require_matplotlib()
     torch.set_num_threads(s.threads)
     bench = build(s)
-    check_engine(s, bench.algorithm)
+    check_engine(s, bench.algorithm, ranks=ranks.size)
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
     start, behaviour = 0, None
@@ -186,7 +196,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures) -> list[d
         prepare_folder(folder, s, overwrite=overwrite)
     with contextlib.nullcontext() if resume else _alone(folder):
         rows = _rows_before(folder, s, rows, start, base)
-        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base)
+        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks)
         if bench.model.export is not None:
             bench.model.export(folder / "adapter")
         if pictures:
@@ -213,7 +223,7 @@ def _as_planned(row: dict[str, Any], s: Settings, base: dict[str, Any]) -> dict[
     """The row without the evaluation that it has only because a run of fewer iterations once ended there."""
     if _evaluated(row["iteration"], s) and not _ended_at_once([row], s):
         return row
-    kept = {k: v for k, v in row.items() if not k.startswith("eval/") and k != "seconds/evaluation"}
+    kept = {k: v for k, v in row.items() if not k.startswith(("eval/", "base/")) and k != "seconds/evaluation"}
     return kept | base if row["iteration"] == 0 else kept
 
 
@@ -231,17 +241,8 @@ def _rows_before(
     return rows
 
 
-def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base) -> None:
+def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks) -> None:
     """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration."""
-    settings = {
-        "group_size": s.group_size,
-        "steps": s.steps,
-        "seed": s.seed,
-        "prompts_per_iteration": s.prompts_per_iteration,
-        "micro_batch": s.micro_batch,
-        "pack": s.pack,
-        "rollout_chunk": s.rollout_chunk,
-    }
     # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
     held: dict[str, Params | None] = {"behaviour": behaviour}
 
@@ -251,15 +252,13 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
 
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    # The reference is the adapter as it was seeded, also in a resumed run.
-    plain = {"start": start, "behaviour": behaviour, "reference": initial}
-    training: Any
-    if s.engine == "loop":
-        training = train(bench.model, algorithm, bench.prompts, bench.reward, optimizer, **plain, **settings)
-    else:
+    training: Any = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
+    if s.engine != "loop":
         off_policy = bench.algorithm.behaviour is not live
         published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
-        training = engine_rows(s, bench, optimizer, published=published, **plain)
+        training = engine_rows(
+            s, bench, optimizer, start=start, behaviour=behaviour, reference=initial, published=published
+        )
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
     )
@@ -271,9 +270,9 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             row: dict[str, Any] = next(training)
             row["reward/exact_match"] = bench.reward.exact if s.engine == "loop" else math.nan  # it saw a fragment
             last = i == s.iterations - 1
-            if i == 0 and not last:
-                row |= base
-            elif _evaluated(i, s):
+            if i == 0:  # where the first is the last, its own evaluation takes the names
+                row |= base if not last else {f"base/{k.partition('/')[2]}": v for k, v in base.items()}
+            if _evaluated(i, s) and (i > 0 or last):
                 began = time.perf_counter()
                 row |= _eval_metrics(bench, s, i + 1)
                 row["seconds/evaluation"] = time.perf_counter() - began
@@ -282,15 +281,67 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             rows.append(json.loads(line))  # as a resumed run would read it
             file.write(line)
             file.flush()
-            if last or noted or (i + 1) % s.checkpoint_every == 0:
+            stopped = any(ranks.gathered(bool(noted)))  # all of them after the same iteration
+            if last or stopped or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])
             if bar is not None:
                 bar.set_postfix_str(_postfix(row, latest), refresh=False)
                 bar.update(1)
-            if noted and not last:
-                raise Interrupted(f"stopped after iteration {i}; go on with: diffrl train --resume {folder}")
+            if stopped and not last:
+                raise Interrupted(
+                    f"stopped after {i + 1} of {s.iterations} iterations; go on with: diffrl train --resume {folder}"
+                )
     if bar is not None:
         bar.close()
+
+
+def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) -> Iterator[dict[str, float]]:
+    return train(
+        bench.model,
+        algorithm,
+        bench.prompts,
+        bench.reward,
+        optimizer,
+        start=start,
+        behaviour=behaviour,
+        reference=initial,  # the adapter as it was seeded, also in a resumed run
+        group_size=s.group_size,
+        steps=s.steps,
+        seed=s.seed,
+        prompts_per_iteration=s.prompts_per_iteration,
+        micro_batch=s.micro_batch,
+        pack=s.pack,
+        rollout_chunk=s.rollout_chunk,
+        images=bench.images,
+        ranks=ranks,
+    )
+
+
+def _follow(
+    folder: Path, s: Settings | None, resume: bool, iterations: int | None, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """The same iterations on a rank that writes nothing; returns no rows."""
+    if resume:
+        s, _ = read_metrics(folder)
+        s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
+    assert s is not None
+    torch.set_num_threads(s.threads)
+    bench, start, behaviour = build(s), 0, None
+    check_engine(s, bench.algorithm, ranks=ranks.size)
+    optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
+    initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
+    if resume and (folder / "checkpoint" / "checkpoint.json").exists():
+        checkpoint = load_checkpoint(folder / "checkpoint")
+        _same_run(checkpoint.settings, s)
+        start = checkpoint.iteration
+        behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
+    training = _training(s, bench, bench.algorithm, optimizer, start, behaviour, initial, ranks)
+    with _graceful_interrupt() as noted:
+        for i in range(start, s.iterations):
+            next(training)
+            if any(ranks.gathered(bool(noted))) and i < s.iterations - 1:
+                raise Interrupted(f"stopped after {i + 1} of {s.iterations} iterations")
+    return []
 
 
 def _postfix(row: Mapping[str, Any], latest: float | None) -> str:
@@ -307,19 +358,65 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
     from diffrl.plots import save_before_after, save_curve
 
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
-    shown = bench.prompts[:: len(bench.prompts) // 10 + 1][:10]  # of 100: 00, 11, ..., 99
-    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1)
+    every = slice(None, None, len(bench.prompts) // 10 + 1)  # of 100: 00, 11, ..., 99
+    shown, begun = bench.prompts[every][:10], None if bench.images is None else bench.images[every][:10]
+    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun)
     before, after = draw(params=initial), draw()
     save_before_after(
         folder / "before_after.png",
-        before.images,
-        after.images,
+        stills(before.images),
+        stills(after.images),
         titles=shown,
         captions_before=_captions(before),
         captions_after=_captions(after),
         good_before=None if before.exact is None else [bool(e == 1) for e in before.exact],
         good_after=None if after.exact is None else [bool(e == 1) for e in after.exact],
     )
+    if s.draft != "none":
+        save_draft_pictures(folder, s, bench)
+
+
+def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
+    """drafts.png: the chosen seeds of one prompt, as the draft and as the trained policy render them; ranks.png: the rank
+    scatter of five prompts. Held-out seeds; pools of at most 48."""
+    from diffrl.plots import save_draft_pairs, save_rank_scatter
+
+    n, keep = min(s.pool, max(48, s.group_size)), s.group_size // 2
+    every = slice(None, None, len(bench.prompts) // 5 + 1)
+    prompts, begun = bench.prompts[every][:5], None if bench.images is None else bench.images[every][:5]
+    seeds = sample_seeds(HELD_OUT_SEED, 1, range(len(prompts)), n).to(next(iter(bench.model.params.values())).device)
+    cond, score = encode(bench.model, prompts, begun), Score(bench.model.decode, bench.reward, prompts)
+    policy = (bench.model.velocity, bench.model.params)
+    sides = {"draft": (bench.draft(bench.model.params), s.draft_steps), "policy": (policy, s.steps)}
+    shape, found = bench.model.latent_shape(), {}
+    for name, ((velocity, params), steps) in sides.items():
+        how: dict[str, Any] = {"times": bench.model.times(steps), "shape": shape, "chunk": s.rollout_chunk or 128}
+        found[name] = draft_rewards(velocity, params, cond, seeds, score, **how)
+    save_rank_scatter(folder / "ranks.png", found["draft"], found["policy"], keep=keep, titles=prompts)
+    # the prompt whose drafts differ most: where all agree there is nothing to see
+    j = int(found["draft"].nan_to_num(0.0).std(1).argmax())
+    columns = select_contrastive(found["draft"][j : j + 1], keep=min(keep, 6))[0].to(seeds.device)
+    own = {name: value[j : j + 1].repeat_interleave(len(columns), 0) for name, value in cond.items()}
+    images = {}
+    for name, ((velocity, params), steps) in sides.items():
+        times = bench.model.times(steps)
+        walked = rollout(velocity, params, own, times, seeds=seeds[j, columns], shape=shape, keep=[])
+        images[name] = bench.model.decode(walked.x_0)
+    rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
+    save_draft_pairs(
+        folder / "drafts.png",
+        stills(images["draft"]),
+        stills(images["policy"]),
+        titles=["best"] * (len(columns) // 2) + ["worst"] * (len(columns) // 2),
+        draft_rewards=rewards[0],
+        rewards=rewards[1],
+        title=f"{prompts[j]}: {s.draft} draft of {s.draft_steps} steps above, the policy's {s.steps} below, same seeds; green: the same reward",
+    )
+
+
+def stills(images: torch.Tensor) -> torch.Tensor:
+    """Pictures as they are, of videos " b f h w 3" the middle frame."""
+    return images[:, images.shape[1] // 2] if images.ndim == 5 else images
 
 
 def _captions(found: Evaluation) -> list[str]:
@@ -329,7 +426,8 @@ def _captions(found: Evaluation) -> list[str]:
 
 
 def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
-    found = evaluate(bench.model, bench.prompts, bench.reward, steps=s.steps, samples=s.eval_samples)
+    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples}
+    found = evaluate(bench.model, bench.prompts, bench.reward, images=bench.images, **how)
     metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
     if found.exact is not None:
         metrics["eval/exact_match"] = float(found.exact.nanmean())

@@ -1,7 +1,7 @@
 """What a run depends on: its settings, and the model, prompts, reward and algorithm they name; held-out evaluation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -13,8 +13,11 @@ from torch import Tensor
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
 from diffrl.checks import require_count, require_number
+from diffrl.drafts import merged_draft
+from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
 from diffrl.models import from_pipeline
+from diffrl.reward_names import make_reward
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.types import Params, Reward
 from diffrl.windows import encode, score_images
@@ -30,14 +33,15 @@ PASSED_ON: dict[str, Callable[..., Algorithm]] = {
     "nft_ocr": algorithms.nft,
 }
 """Factories whose other keywords are those of another."""
-REWARDS: dict[str, Callable[..., Any]] = {
-    "ocr": rewards.ocr,
-    "tesseract_ocr": rewards.tesseract_ocr,
-    "jpeg_compressibility": rewards.jpeg_compressibility,
-    "jpeg_incompressibility": rewards.jpeg_incompressibility,
-}
 TASKS = ("digits", "prompts")
 ENGINES = ("loop", "in_process", "ray")
+DRAFTS: dict[str, Callable[[Tensor], Tensor] | None] = {
+    "none": None,
+    "policy": None,
+    "nvfp4": nvfp4_fake_quantize,
+    "mxfp4": mxfp4_fake_quantize,
+}
+DRAFT_OPTIONS = ("pool", "draft_steps", "draft_skip", "draft_min_dim", "audit_every")
 HELD_OUT_SEED = 2**62 + 1  # beyond every --seed
 
 
@@ -67,8 +71,16 @@ class Settings:
     micro_batch: int | None = None
     pack: int | None = None
     rollout_chunk: int | None = None
+    draft: str = "none"
+    pool: int = 96
+    draft_steps: int = 6
+    draft_skip: str = ""
+    draft_min_dim: int = 0
+    audit_every: int | None = None
     height: int | None = None
     width: int | None = None
+    frames: int | None = None
+    images: str | None = None
     guidance_scale: float | None = None
     device: str = "cpu"
     threads: int = 2
@@ -113,17 +125,23 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
 def check_settings(s: Settings) -> None:
     """One ValueError naming the option and its value for the first setting that cannot be."""
-    for name, known in (("task", TASKS), ("algorithm", tuple(ALGORITHMS)), ("engine", ENGINES)):
+    for name, known in (
+        ("task", TASKS),
+        ("algorithm", tuple(ALGORITHMS)),
+        ("draft", tuple(DRAFTS)),
+        ("engine", ENGINES),
+    ):
         value = getattr(s, name)
         if value not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
-    for name in ("iterations", "prompts_per_iteration", "steps", "lora_rank", "lora_alpha", "eval_every"):
+    require_count("--lora-rank", s.lora_rank, low=0)
+    for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     for name in ("eval_samples", "checkpoint_every", "threads", "generators", "trainers", "fragments"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--stale", s.stale, low=0)
     _check_engine(s)
-    for name in ("micro_batch", "pack", "rollout_chunk", "height", "width"):
+    for name in ("micro_batch", "pack", "rollout_chunk", "height", "width", "frames"):
         if getattr(s, name) is not None:
             require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--group-size", s.group_size, low=2)
@@ -133,8 +151,11 @@ def check_settings(s: Settings) -> None:
     require_number("--learning-rate", s.learning_rate, low=0, open_low=True)
     require_number("--radius", s.radius, low=0)
     parse_trained_steps(s.trained_steps, s.steps)
+    _check_draft(s)
     if s.task == "prompts" and (s.model is None or s.prompts is None):
         raise ValueError(f"--task prompts needs --model and --prompts FILE, got {s.model!r} and {s.prompts!r}")
+    if s.task == "digits" and (s.images or s.frames):
+        raise ValueError(f"--images {s.images!r}, --frames {s.frames}: the digits are single pictures; --task prompts?")
     try:
         torch.empty(0, device=s.device)
     except (RuntimeError, AssertionError) as error:
@@ -156,6 +177,56 @@ def _check_engine(s: Settings) -> None:
             )
     if s.stale > s.fragments:
         raise ValueError(f"--stale {s.stale} must be at most --fragments {s.fragments}")
+
+
+def _check_draft(s: Settings) -> None:
+    require_count("--pool", s.pool)
+    require_count("--draft-steps", s.draft_steps)
+    require_count("--draft-min-dim", s.draft_min_dim, low=0)
+    if s.audit_every is not None:
+        require_count("--audit-every", s.audit_every)
+    if s.draft == "none":
+        given = [n for n in DRAFT_OPTIONS if getattr(s, n) != getattr(Settings, n)]
+        if given:
+            raise ValueError(
+                f"--{given[0].replace('_', '-')} {getattr(s, given[0])!r} needs a --draft: nvfp4, mxfp4 or policy"
+            )
+        return
+    if s.group_size % 2:
+        raise ValueError(
+            f"--group-size {s.group_size} is odd: --draft {s.draft} keeps its half best and its half worst"
+        )
+    if s.group_size > s.pool:
+        raise ValueError(f"--pool {s.pool} must be at least --group-size {s.group_size}, which are chosen out of it")
+    if s.draft_steps > s.steps:
+        raise ValueError(f"--draft-steps {s.draft_steps} is more than --steps {s.steps}: drafts dearer than the policy")
+    if s.draft == "policy" and (s.draft_skip or s.draft_min_dim):
+        raise ValueError(
+            f"--draft policy converts nothing, leave out --draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
+        )
+
+
+def make_draft(s: Settings, model: Any) -> Any:
+    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none."""
+    quantize, skip = DRAFTS[s.draft], [name.strip() for name in s.draft_skip.split(",") if name.strip()]
+    if quantize is None or getattr(model, "module", None) is None:  # the toy of the rehearsal has no layers
+        return lambda params: (model.velocity, params)
+    draft = merged_draft(model, quantize=quantize, skip=skip, min_dim=s.draft_min_dim)
+    if (unused := draft.report.unused_skips) or not draft.report.converted:
+        options = f"--draft-skip {s.draft_skip!r}, --draft-min-dim {s.draft_min_dim}"
+        told = (
+            f"--draft-skip meets no layer with {list(unused)}" if unused else f"no layer is left to convert ({options})"
+        )
+        raise ValueError(f"--draft {s.draft}: {told}")
+    return draft
+
+
+def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
+    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself."""
+    if s.draft == "none":
+        return algorithm
+    options: dict[str, Any] = {"draft_steps": s.draft_steps, "audit_every": s.audit_every, "chunk": s.rollout_chunk}
+    return algorithms.sol_rl(algorithm, draft=draft, pool=s.pool, keep=s.group_size // 2, **options)
 
 
 def make_algorithm(s: Settings) -> Algorithm:
@@ -188,25 +259,8 @@ def rehearse(algorithm: Algorithm, s: Settings) -> None:
     model = toy_task.toy_model()
     optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
     prompts, reward = toy_task.PROMPTS, toy_task.toward_compass
+    algorithm = drafted(algorithm, replace(s, audit_every=None), make_draft(s, model))
     next(train(model, algorithm, prompts, reward, optimizer, group_size=s.group_size, steps=s.steps, seed=0))
-
-
-def make_reward(name: str, *, threads: int = 2) -> Reward:
-    """A reward by its name in `REWARDS`, or MODULE:FUNCTION, a reward itself. ValueError naming --reward; ImportError."""
-    if name in REWARDS:
-        return REWARDS[name](threads=threads) if name == "ocr" else REWARDS[name]()
-    module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, or MODULE:FUNCTION, got {name!r}")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"--reward {name!r} cannot be imported: {error}") from None
-    except Exception as error:  # whatever the user's module raises when it is imported
-        raise ValueError(f"--reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"--reward {name!r} is not callable: {found!r}")
-    return found
 
 
 class Judge:
@@ -241,6 +295,8 @@ class Bench(NamedTuple):
     reward: Judge
     held_out: Reward | None
     algorithm: Algorithm
+    draft: Any = None
+    images: Sequence[Any] | None = None
 
 
 def build(s: Settings) -> Bench:
@@ -248,19 +304,23 @@ def build(s: Settings) -> Bench:
     check_settings(s)
     algorithm = make_algorithm(s)
     rehearse(algorithm, s)
-    reward = Judge(make_reward(s.reward, threads=s.threads))
-    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads)
+    reward = Judge(make_reward(s.reward, threads=s.threads, device=s.device))
+    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads, device=s.device)
     pipe, prompts, options = _pipeline(s)
+    images = None if s.images is None else read_images(s.images, len(prompts))
     if s.prompts_per_iteration > len(prompts):
         raise ValueError(f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts")
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
-    model = from_pipeline(pipe, lora={"r": s.lora_rank, "lora_alpha": s.lora_alpha}, **options)
-    return Bench(model, prompts, reward, held_out, algorithm)
+    lora = {"r": s.lora_rank, "lora_alpha": s.lora_alpha} if s.lora_rank else None
+    model = from_pipeline(pipe, lora=lora, **options)
+    encode(model, prompts[:1], None if images is None else images[:1])  # missing or unwanted images are refused here
+    draft = make_draft(s, model)
+    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images)
 
 
 def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
-    given = {"height": s.height, "width": s.width, "guidance_scale": s.guidance_scale}
+    given = {"height": s.height, "width": s.width, "frames": s.frames, "guidance_scale": s.guidance_scale}
     given = {name: value for name, value in given.items() if value is not None}
     prompts = None if s.prompts is None else read_prompts(s.prompts)
     if s.task == "digits":
@@ -271,9 +331,8 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
         return digits.load_pipeline(s.model), prompts or digits.prompts(), {**digits.pipeline_options(), **given}
     from diffusers import DiffusionPipeline
 
-    pipe = DiffusionPipeline.from_pretrained(
-        s.model, torch_dtype=torch.bfloat16 if s.device != "cpu" else torch.float32
-    )
+    half = s.device != "cpu" and s.lora_rank > 0  # all parameters are trained in float32
+    pipe = DiffusionPipeline.from_pretrained(s.model, torch_dtype=torch.bfloat16 if half else torch.float32)
     return pipe, prompts or [], {"height": 512, "width": 512, **given}
 
 
@@ -289,6 +348,26 @@ def read_prompts(path: str) -> list[str]:
     if not lines:
         raise ValueError(f"--prompts {path!r} holds no prompts")
     return lines
+
+
+def read_images(path: str, prompts: int) -> list[Any]:
+    """One picture per line of the file, a file name each (relative to that file), in the order of the prompts. ValueError:
+    no such file, another number than prompts, what Pillow cannot read."""
+    from PIL import Image
+
+    if not Path(path).is_file():
+        raise ValueError(f"--images {path!r} is no file")
+    names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if len(names) != prompts:
+        raise ValueError(f"--images {path!r} names {len(names)} pictures for {prompts} prompts")
+    images = []
+    for name in names:
+        try:
+            with Image.open(Path(path).parent / name) as image:
+                images.append(image.convert("RGB"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--images {path!r}: {name!r} cannot be read: {error}") from None
+    return images
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------------------
@@ -313,28 +392,31 @@ def evaluate(
     samples: int,
     params: Params | None = None,
     chunk: int = 128,
+    images: Sequence[Any] | None = None,
 ) -> Evaluation:
-    """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler."""
+    """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler. images: the
+    start image of each prompt, for image-to-video."""
     params = model.params if params is None else params
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(HELD_OUT_SEED, 0, range(len(prompts)), samples).flatten().to(device)
     texts = [prompt for prompt in prompts for _ in range(samples)]
+    begun = None if images is None else [image for image in images for _ in range(samples)]
     parts = []
     for i in range(0, len(texts), chunk):
         part, names = seeds[i : i + chunk], texts[i : i + chunk]
         trajectory = rollout(
             model.velocity,
             params,
-            encode(model, names),
+            encode(model, names, None if begun is None else begun[i : i + chunk]),
             model.times(steps),
             seeds=part,
             shape=model.latent_shape(),
             keep=[],
         )
         parts.append(model.decode(trajectory.x_0))
-    images = torch.cat(parts)
+    drawn = torch.cat(parts)
     inner = reward.reward if isinstance(reward, Judge) else reward
     if isinstance(inner, rewards.TextReward):
-        values, exact, readings = judge_text(inner, images, texts)
-        return Evaluation(images, texts, values, readings, exact)
-    return Evaluation(images, texts, score_images(inner, images, texts), None, None)
+        values, exact, readings = judge_text(inner, drawn, texts)
+        return Evaluation(drawn, texts, values, readings, exact)
+    return Evaluation(drawn, texts, score_images(inner, drawn, texts), None, None)

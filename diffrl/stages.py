@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from diffrl.checks import require_cond, require_count, require_number, require_same_keys, shapes
-from diffrl.loop import _check_algorithm, _check_optimizer, _checked_prompts, _checked_reference
 from diffrl.losses import masked_mean
 from diffrl.sampling import _hash63, sample_seeds
 from diffrl.schedules import Pair, Schedule
 from diffrl.states import trained_pairs
+from diffrl.training_checks import check_algorithm, check_optimizer, checked_groups, checked_prompts, checked_reference
 from diffrl.types import Algorithm, Batch, Cond, Gridded, Params, Reward, Trajectory, Window
 from diffrl.windows import Score, encode, prompts_of_iteration, split_within_prompt
 
@@ -136,17 +136,14 @@ class AlgorithmStages:
         behaviour: Params | None = None,
         reference: Params | None = None,
     ):
-        self.prompts = _checked_prompts(prompts, None)
+        self.prompts = checked_prompts(prompts, None)
         self.k, self.steps = require_count("group_size", group_size, low=2), require_count("steps", steps)
         self.seed, self.start = require_count("seed", seed, low=0), require_count("start", start, low=0)
-        n = len(self.prompts)
-        self.g = n if prompts_per_iteration is None else require_count("prompts_per_iteration", prompts_per_iteration)
-        if self.g > n:
-            raise ValueError(f"prompts_per_iteration={self.g} of only {n} prompts")
+        self.g = checked_groups(prompts_per_iteration, len(self.prompts), 1)
         if grad_clip is not None:
             grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
-        _check_algorithm(algorithm, self.k)
-        _check_optimizer(optimizer, model.params)
+        check_algorithm(algorithm, self.k)
+        check_optimizer(optimizer, model.params)
         if algorithm.pool is not None:
             raise ValueError(
                 f"an algorithm with a pool ({algorithm.pool}) scores while it collects: no schedule can cut it"
@@ -157,7 +154,7 @@ class AlgorithmStages:
             raise ValueError(f"a reward of several parts is not supported by a schedule, got {reward!r:.80}")
         if not hasattr(algorithm.objective, "steps_per_sample"):
             raise ValueError("the objective must say which states it trains: set its attribute steps_per_sample")
-        self.reference = _checked_reference(algorithm, reference, model.params, self.start)
+        self.reference = checked_reference(algorithm, reference, model.params, self.start)
         if behaviour is not None:
             require_same_keys(params=model.params, behaviour=behaviour)
         self.model, self.algorithm, self.reward, self.optimizer, self.grad_clip = (

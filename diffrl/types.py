@@ -55,7 +55,8 @@ class Gridded(NamedTuple):
 
     times: (steps) -> " steps+1" is the model's own grid, so that a collect that needs another number of steps (a draft)
     can ask for it; steps: sampling steps of the run; shape: one sample's latent shape; iteration: of the training loop,
-    for a collect whose window moves (MixGRPO) and which stays a pure function of it.
+    for a collect whose window moves (MixGRPO) and which stays a pure function of it; first: the first seed of the iteration's
+    first prompt, from which a window is drawn that all prompts, and all ranks, share (None: the first one given).
     """
 
     velocity: Velocity
@@ -63,6 +64,7 @@ class Gridded(NamedTuple):
     steps: int
     shape: tuple[int, ...]
     iteration: int = 0
+    first: int | None = None
 
     def __call__(self, params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
         return self.velocity(params, x_t, t, cond)
@@ -81,6 +83,7 @@ class Batch(NamedTuple):
     """One rollout of g prompts x k samples: its trajectory (b = g k rows, prompt-major), rewards, one cond row per prompt.
 
     parts: the j single rewards that `rewards` is made of, where the reward has several, and their weights; else None.
+    metrics: what `collect` measured on the way (`sol_rl`); the loop tells it with its own.
     """
 
     trajectory: Trajectory
@@ -88,6 +91,7 @@ class Batch(NamedTuple):
     cond: Cond
     parts: Float[Tensor, " g k j"] | None = None
     part_weights: tuple[float, ...] | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 class Window(NamedTuple):

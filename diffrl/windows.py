@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffrl.checks import require_cond
+from diffrl.checks import NoReward, require_cond
 from diffrl.guidance import dead_groups
 from diffrl.partitions import even_runs
+from diffrl.ranks import Ranks, alone
 from diffrl.states import trained_pairs
 from diffrl.types import Batch, Cond, Objective, Params, Reward, Trajectory, Window
 
@@ -66,9 +67,15 @@ def select_rows(window: Window, rows: Tensor) -> Window:
 
 
 def parts_of(
-    objective: Objective, window: Window, *, micro_batch: int | None = None, pack: int | None = None
+    objective: Objective,
+    window: Window,
+    *,
+    micro_batch: int | None = None,
+    pack: int | None = None,
+    ranks: Ranks = alone,
 ) -> Iterator[tuple[Window, int, int]]:
-    """(part, its share, of how much): what each forward-backward of one optimizer step sees; the shares add up.
+    """(part, its share, of how much): what each forward-backward of one optimizer step sees; the shares add up,
+    over the ranks where several share the rows (each cuts its own block of them; a rank without rows has no parts).
 
     micro_batch: samples per part, each with all its trained steps. pack: states, i.e. (sample, step) pairs, per part:
     ceil(states/pack) parts whose sizes differ by at most one (time-step packing; the sum over parts of share-weighted means
@@ -78,8 +85,11 @@ def parts_of(
     n = len(window.rewards)
     if n == 0:
         raise ValueError("an update's window is empty: split must give every update some rows")
+    mine = ranks.share(torch.arange(n))
+    if not len(mine):
+        return
     if pack is None:
-        for rows in torch.arange(n).split(micro_batch or n):
+        for rows in mine.split(micro_batch or n):
             yield window if len(rows) == n else select_rows(window, rows), len(rows), n
         return
     if micro_batch is not None:
@@ -88,10 +98,11 @@ def parts_of(
         raise ValueError(
             f"pack={pack} needs to know which states {objective!r:.80} trains: set its attribute steps_per_sample (None: all kept steps)"
         )
-    pairs = trained_pairs(window, steps_per_sample=objective.steps_per_sample)
-    runs = even_runs(len(pairs), -(-len(pairs) // pack))
+    own = window if len(mine) == n else select_rows(window, mine)
+    pairs = trained_pairs(own, steps_per_sample=objective.steps_per_sample)
+    runs, whole = even_runs(len(pairs), -(-len(pairs) // pack)), len(pairs) // len(mine) * n
     for run in runs:
-        yield window if len(runs) == 1 else window._replace(pairs=pairs[run.start : run.stop]), len(run), len(pairs)
+        yield own if len(runs) == 1 else own._replace(pairs=pairs[run.start : run.stop]), len(run), whole
 
 
 def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
@@ -102,7 +113,7 @@ def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
     return Trajectory(**picked, **shared)
 
 
-def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | None = None) -> Cond:
+def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | Tensor | None = None) -> Cond:
     """model.encode, moved to the device of the trained tensors. ValueError: not one row per prompt."""
     device = next(iter(model.params.values())).device
     cond = model.encode(prompts) if images is None else model.encode(prompts, images)
@@ -161,7 +172,7 @@ def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tens
             values.append(float("nan"))
             failed += 1
     if failed == len(prompts):
-        raise ValueError(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
+        raise NoReward(f"reward raised for all {failed} images: {type(first).__name__}: {first}") from first
     return torch.tensor(values)
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT / "ablations"))
 import common  # noqa: E402
 
 from diffrl.algorithms import Algorithm  # noqa: E402
+from diffrl.tasks.toy import toy_model  # noqa: E402
 
 SCRIPTS = sorted(p.stem for p in (ROOT / "ablations").glob("*.py") if p.stem not in ("common", "letters"))
 WITH_PIECES = [name for name in SCRIPTS if name != "force"]
@@ -27,10 +29,21 @@ def script(request):
 
 def test_every_piece_is_an_algorithm(script):
     assert len(script.PIECES) >= 3
+    model = toy_model()
     for factory in script.PIECES.values():
-        made = factory()
+        made, again = (
+            piece if isinstance(piece, Algorithm) else piece(small(model)) for piece in (factory(), factory())
+        )
         assert isinstance(made, Algorithm)
-        assert made is not factory()  # a piece with a memory is not shared between runs
+        assert made is not again  # a piece with a memory is not shared between runs
+
+
+def small(model):
+    """The toy as a model with layers, for pieces that draft."""
+    module = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    return model._replace(
+        module=module, params={}, rebind=lambda module, names=None: model._replace(module=module, params={})
+    )
 
 
 def runs_of(script) -> list[common.Run]:

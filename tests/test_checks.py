@@ -13,8 +13,10 @@ from diffrl.checks import (
     column,
     promote,
     require_batch,
+    require_call,
     require_cond,
     require_count,
+    require_images,
     require_number,
     require_rows,
     require_same_keys,
@@ -151,3 +153,28 @@ def test_require_cond():
     for cond in (None, {"y": [1, 2]}, {"y": torch.ones(())}, {"y": torch.ones(3)}):
         with pytest.raises(ValueError, match="cond"):
             require_cond(cond, 2)
+
+
+def test_require_images_and_calls():
+    picture, video = torch.zeros(2, 4, 5, 3, dtype=torch.uint8), torch.zeros(2, 1, 4, 5, 3, dtype=torch.uint8)
+    require_images("r", picture, ranks=(4,))
+    require_images("r", video, ranks=(4, 5))
+    require_call("r", video, ("a", "b"))
+    require_call("r", picture[:0], [])
+    for images, ranks, axes, got in (
+        (video, (4,), "(b h w 3)", "torch.uint8 (2, 1, 4, 5, 3)"),
+        (picture, (5,), "(b f h w 3)", "torch.uint8 (2, 4, 5, 3)"),
+        (picture[0], (4, 5), "(b h w 3 or b f h w 3)", "torch.uint8 (4, 5, 3)"),
+        (picture.float(), (4,), "(b h w 3)", "torch.float32 (2, 4, 5, 3)"),
+        (picture[..., :1], (4,), "(b h w 3)", "torch.uint8 (2, 4, 5, 1)"),
+        ([1], (4,), "(b h w 3)", "list"),
+    ):
+        with refuses("r: images must be", axes, got):
+            require_images("r", images, ranks=ranks)
+    for prompts in (None, 3, "ab", b"ab", ["a", None], iter(["a", "b"])):
+        with refuses("r: prompts must be a sequence of strings"):
+            require_call("r", picture, prompts)
+    with refuses("r: 2 images (2, 4, 5, 3) but 3 prompts"):
+        require_call("r", picture, ["a", "b", "c"])
+    with refuses("(b h w 3)"):
+        require_call("r", video, ["a", "b"], ranks=(4,))

@@ -60,7 +60,7 @@ def test_help_lists_every_setting_with_its_default(command, capsys):
     assert called(command, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in fields(Settings):
-        default = "none" if field.default is None else str(field.default)
+        default = "none" if field.default in (None, "") else str(field.default)
         option = re.escape(f"--{field.name.replace('_', '-')} ")
         assert re.search(rf"{option}[A-Z]+ .*?\(default: {re.escape(default)}\)", text), field.name
     for option in ("--output", "--resume", "--overwrite", "--no-pictures", "--quiet"):
@@ -296,7 +296,7 @@ def test_the_progress_bar_shows_iteration_reward_and_masked_fraction(here, toy, 
 
 def test_an_interrupt_is_130_with_the_command_that_goes_on(here, capsys, toy, monkeypatch):
     def interrupted(*args, **options):
-        raise Interrupted("stopped after iteration 1; go on with: diffrl train --resume r")
+        raise Interrupted("stopped after 2 of 5 iterations; go on with: diffrl train --resume r")
 
     monkeypatch.setattr(run_module, "run", interrupted)
     assert called("train", *TOY, "--output=r") == 130
@@ -409,3 +409,9 @@ def test_control_the_toy_of_these_tests_trains():
     model, rows = toy_run(iterations=1)
     assert rows[0]["loss/update_1"] == pytest.approx(1)
     assert all(isinstance(p, torch.Tensor) for p in model.params.values())
+
+
+def test_the_package_is_a_command_too():
+    done = subprocess.run([sys.executable, "-m", "diffrl", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("diffrl ")

@@ -13,7 +13,10 @@ from strategies import reward_groups
 
 from diffrl.contrast import (
     RankAgreement,
+    RewardCache,
     TwoStageRollout,
+    affordable_pool,
+    average_ranks,
     draft_rewards,
     rank_agreement,
     select_contrastive,
@@ -21,6 +24,7 @@ from diffrl.contrast import (
 )
 from diffrl.sampling import flow_sde_step, rollout, sample_seeds, time_grid
 from diffrl.types import Trajectory
+from diffrl.windows import score_images
 
 NAN, INF = math.nan, math.inf
 
@@ -170,6 +174,14 @@ def test_gaussian_ranks_at_the_published_correlation():
     assert float(found.spearman.mean()) == pytest.approx(0.92, abs=0.01)
     assert float(found.top_match.mean()) == pytest.approx(0.75, abs=0.02)
     assert float(found.mean_rank_top.mean()) == pytest.approx(9.0, abs=0.3)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=12))
+def test_average_ranks_are_scipys(values):
+    x = torch.tensor(values)
+    assert average_ranks(x).tolist() == scipy.stats.rankdata(-x.numpy(), method="average").tolist()
+    with refuses("one row"):
+        average_ranks(x[None])
 
 
 def test_groups_with_too_little_or_no_spread():
@@ -376,7 +388,113 @@ def test_what_is_wrong_is_refused_before_the_first_sample(changed, said):
         staged(never, **{"velocity": never, **changed})
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 2, 7])
+def test_an_image_the_reward_fails_for_is_a_missing_one_in_any_chunk(chunk):
+    how = {"times": TIMES, "shape": SHAPE, "chunk": chunk}
+    plain = draft_rewards(velocity, PARAMS, COND, SEEDS, lambda x, rows: x.sum((1, 2)), **how)
+    limit = float(plain.median())
+
+    def fails(images, prompts):
+        if bool((images.sum((1, 2)) > limit).any()):
+            raise RuntimeError("engine died")
+        return images.sum((1, 2))
+
+    def never(images, prompts):
+        raise RuntimeError("engine died")
+
+    def scored(reward):
+        return lambda x, rows: score_images(reward, x, ["p"] * len(x))
+
+    found = draft_rewards(velocity, PARAMS, COND, SEEDS, scored(fails), **how)
+    assert torch.equal(torch.isnan(found), plain > limit)
+    assert torch.equal(found[plain <= limit], plain[plain <= limit])
+    with refuses("raised for all", "engine died"):
+        draft_rewards(velocity, PARAMS, COND, SEEDS, scored(never), **how)
+
+
+def test_decode_and_reward_may_write_into_what_they_are_given():
+    wrote = staged(reward=lambda images, prompts: reward(images, prompts).clone() + 0 * images.mul_(0).sum())
+    assert torch.equal(wrote.trajectory.x_0, staged().trajectory.x_0)
+    clamped = staged(decode=lambda x: x.clamp_(-0.1, 0.1))
+    assert float(clamped.trajectory.x_0.abs().max()) > 0.1
+
+
 def test_a_reward_of_another_shape_is_refused():
     for bad in (lambda x, p: x, lambda x, p: torch.zeros(len(p), dtype=torch.int64), lambda x, p: [0.0] * len(p)):
         with refuses("reward", "(30,)"):
             staged(reward=bad)
+
+
+# ---- extras -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(0, 50),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.integers(1, 8),
+    st.integers(0, 80),
+)
+def test_the_affordable_pool_is_the_largest_that_fits(budget, draft, policy, keep, more):
+    most = 2 * keep + more
+    n = affordable_pool(budget, draft=draft, policy=policy, keep=keep, most=most)
+    fitting = [m for m in range(2 * keep, most + 1) if m * draft + 2 * keep * policy <= budget + 1e-8 * draft]
+    assert n == max(fitting, default=2 * keep)
+
+
+def test_bad_budgets_are_refused():
+    good = {"draft": 0.1, "policy": 0.2, "keep": 2, "most": 8}
+    for name, value in {"draft": 0, "policy": -1, "keep": 0, "most": 3}.items():
+        with refuses(name, value):
+            affordable_pool(1.0, **{**good, name: value})
+    assert affordable_pool(1e308, draft=1e-300, policy=0, keep=1, most=96) == 96
+    with refuses("budget", "nan"):
+        affordable_pool(math.nan, **good)
+
+
+def tenfold(log):
+    def render(rows):
+        log.append(rows)
+        return torch.tensor([10.0 * r for r in rows])
+
+    return render
+
+
+def test_the_cache_renders_what_it_does_not_know_once():
+    cache, log = RewardCache(capacity=10), []
+    assert cache(["a", "b", "a"], [1, 1, 1], version=0, render=tenfold(log)).tolist() == [0, 10, 0]
+    assert log == [[0, 1]]
+    assert cache(["b", "a"], torch.tensor([1, 1]), version=0, render=None).tolist() == [10, 0]
+    assert (cache.hits, cache.misses) == (3, 2)
+    assert cache(["x", "a", "A"], [1, 1, 1], version=0, render=tenfold(log)).tolist() == [0, 0, 20]
+    assert log[1:] == [[0, 2]]
+
+
+def test_control_another_policy_version_is_another_reward():
+    cache, log = RewardCache(capacity=10), []
+    for version in (0, 1, "digest", 0):
+        cache(["a"], [1], version=version, render=tenfold(log))
+    assert len(log) == 3
+
+
+def test_the_cache_forgets_the_oldest_and_keeps_no_nan():
+    cache, log = RewardCache(capacity=2), []
+    cache(["a", "b"], [0, 0], version=0, render=tenfold(log))
+    cache(["a"], [0], version=0, render=None)
+    cache(["c"], [0], version=0, render=tenfold(log))
+    assert {key[0] for key in cache.kept} == {"a", "c"}
+    assert torch.isnan(cache(["d"], [0], version=0, render=lambda rows: torch.tensor([math.nan])))
+    assert {key[0] for key in cache.kept} == {"a", "c"}
+
+
+def test_bad_calls_of_the_cache_are_refused():
+    cache = RewardCache(capacity=2)
+    with refuses("capacity", 0):
+        RewardCache(capacity=0)
+    for prompts, numbers, version in ((["a"], [0, 1], 0), ("a", [0], 0), (["a"], [0], None), (["a"], [0], [1])):
+        with refuses("version", repr(version)):
+            cache(prompts, numbers, version=version, render=tenfold([]))
+    with refuses("render is None", "'a'"):
+        cache(["a"], [0], version=0, render=None)
+    with refuses("(1,)", "(2,)"):
+        cache(["a"], [0], version=0, render=lambda rows: torch.zeros(2))

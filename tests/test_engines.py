@@ -127,6 +127,11 @@ def test_what_an_engine_cannot_run_is_refused_before_anything_is_written(tmp_pat
     model = toy_model()
     with refuses("an algorithm with a pool (8)"):
         check_engine(TOY, sol_rl(art(), draft=lambda p: (model.velocity, p), pool=8, keep=2))
+    with refuses("--engine in_process", "2 processes"):
+        check_engine(TOY, art(), ranks=2)
+    with refuses("--engine in_process", "--images 'list.txt'"):
+        check_engine(replace(TOY, task="prompts", images="list.txt"), art())
+    check_engine(replace(TOY, engine="loop", fragments=1, images="list.txt"), art(), ranks=2)
     with refuses("an algorithm with a memory"):
         check_engine(TOY, art(radius=AdaptiveRadius()))
     check_engine(replace(TOY, engine="loop", fragments=1), flow_grpo_fast())

@@ -882,11 +882,11 @@ def test_the_fingerprint_sees_every_change():
 
 
 def test_other_pipelines_are_refused_by_name_and_unknown_keywords_by_python():
-    class FluxPipeline:
+    class KolorsPipeline:
         pass
 
-    with pytest.raises(ValueError, match=r"FluxPipeline is not supported.*StableDiffusion3Pipeline"):
-        from_pipeline(FluxPipeline(), **SIZE)
+    with pytest.raises(ValueError, match=r"KolorsPipeline is not supported.*StableDiffusion3Pipeline"):
+        from_pipeline(KolorsPipeline(), **SIZE)
     with pytest.raises(TypeError):
         from_pipeline(tiny.sd3(), **SIZE, guidence_scale=3.0)
 

@@ -3,7 +3,9 @@
 Float64 on the toy. Negative controls are the tests with `control` in their names.
 """
 
+import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from toys import toy_run, wide
 from diffrl import algorithms
 from diffrl.algorithms import art, awm, dance_grpo, flow_dppo, flow_grpo, nft
 from diffrl.losses import masked_mean
+from diffrl.ranks import alone, share_of
 from diffrl.states import trained_pairs, window_states
 from diffrl.tasks.toy import PROMPTS, toy_model
 from diffrl.types import Window
@@ -121,6 +124,28 @@ def test_parts_cover_every_trained_state_once(b, s, pack, size, data):
     sizes = [share for _, share, _ in parts]
     assert max(sizes) - min(sizes) <= 1
     assert {whole for *_, whole in parts} == {len(every)}
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([None, 2, 3, 50]), st.integers(1, 4), st.booleans())
+def test_ranks_share_the_rows_and_each_packs_its_own(b, s, size, count, packed):
+    """Every state once over all ranks, in order; the shares are of the window, whoever has no rows."""
+    window = window_for(b, s, 2)
+
+    def objective(*_): ...
+
+    objective.steps_per_sample = None
+    given = {"pack": size} if packed and size else {"micro_batch": size}
+    seeds, share_sum = [], 0.0
+    for r in range(count):
+        ranks = alone._replace(rank=r, size=count, share=partial(share_of, rank=r, size=count))
+        for part, share, whole in parts_of(objective, window, ranks=ranks, **given):
+            states = window_states(part)
+            seeds += list(zip(part.trajectory.seeds[states.rows].tolist(), states.columns.tolist(), strict=True))
+            assert len(states.rows) * whole == share * b * s
+            assert share <= (size or whole)
+            share_sum += share / whole
+    assert seeds == list(itertools.product(window.trajectory.seeds.tolist(), range(s)))
+    assert share_sum == pytest.approx(1.0)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())

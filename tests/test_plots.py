@@ -18,7 +18,9 @@ from diffrl.plots import (
     require_matplotlib,
     save_before_after,
     save_curve,
+    save_draft_pairs,
     save_grid,
+    save_rank_scatter,
     utilisation,
 )
 
@@ -309,3 +311,70 @@ def test_marks_that_are_too_few_and_pictures_of_another_rank_are_refused(tmp_pat
     with pytest.raises(ValueError, match="columns"):
         save_grid(tmp_path / "p.png", images, columns=0)
     assert not list(tmp_path.iterdir())
+
+
+# ---- drafts
+
+
+def paired(path, draft, policy, draft_rewards=(1.0, 0.0), rewards=(1.0, 0.0), titles=("best", "worst")):
+    return save_draft_pairs(
+        path, draft, policy, titles=titles, draft_rewards=draft_rewards, rewards=rewards, title="two"
+    )
+
+
+def test_draft_pairs_show_both_renderings(tmp_path):
+    drawn = pixels(paired(tmp_path / "p.png", pictures(RED, RED), pictures(TEAL, TEAL)))
+    assert min(share_of(drawn, RED), share_of(drawn, TEAL)) > 0.05
+    rows = [np.flatnonzero((np.abs(drawn - np.array(c)).max(-1) <= 12).any(1)) for c in (RED, TEAL)]
+    assert rows[0].max() < rows[1].min()
+
+
+def test_control_rewards_that_differ_are_marked(tmp_path):
+    orange = (221, 107, 32)
+    alike = pixels(paired(tmp_path / "a.png", pictures(TEAL, TEAL), pictures(TEAL, TEAL)))
+    apart = pixels(paired(tmp_path / "b.png", pictures(TEAL, TEAL), pictures(TEAL, TEAL), rewards=(0.5, float("nan"))))
+    assert share_of(alike, orange) == 0
+    assert share_of(apart, orange, within=60) > 0
+
+
+def test_draft_pairs_that_do_not_fit_are_refused(tmp_path):
+    for bad in ({"draft_rewards": (1.0,)}, {"rewards": (1.0,)}, {"titles": ("best",)}):
+        with pytest.raises(ValueError, match=r"draft \(2, 12, 16, 3\), policy"):
+            paired(tmp_path / "p.png", pictures(RED, RED), pictures(TEAL, TEAL), **bad)
+    with pytest.raises(ValueError, match=r"draft \(2, 12, 16, 3\), policy \(1, 12, 16, 3\)"):
+        paired(tmp_path / "p.png", pictures(RED, RED), pictures(TEAL))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_scatter_has_a_panel_per_prompt_in_the_colours_of_the_choice(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    proxy, true = torch.randn(6, 20, generator=g), torch.randn(6, 20, generator=g)
+    proxy[0, 3] = float("nan")
+    one = pixels(save_rank_scatter(tmp_path / "one.png", proxy[:1], true[:1], keep=4))
+    six = pixels(save_rank_scatter(tmp_path / "six.png", proxy, true, keep=4, titles=list("abcdef")))
+    assert six.shape[0] == 2 * one.shape[0]
+    assert six.shape[1] == 5 * one.shape[1]
+    plain = pixels(save_rank_scatter(tmp_path / "few.png", proxy[:1], true[:1], keep=1))
+    blue, orange = (43, 108, 176), (221, 107, 32)
+    for colour in (blue, orange):  # as blended with white
+        blended = tuple(int(0.6 * c + 0.4 * 255) for c in colour)
+        assert share_of(one, blended) > share_of(plain, blended)
+
+
+def test_a_scatter_of_nothing_or_of_other_shapes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="titles"):
+        save_rank_scatter(tmp_path / "p.png", torch.zeros(2, 8), torch.zeros(2, 8), keep=2, titles=["a"])
+    with pytest.raises(ValueError, match="keep"):
+        save_rank_scatter(tmp_path / "p.png", torch.zeros(2, 8), torch.zeros(2, 8), keep=5)
+    with pytest.raises(ValueError, match="shape"):
+        save_rank_scatter(tmp_path / "p.png", torch.zeros(2, 8), torch.zeros(2, 7), keep=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_with_dollars_are_no_mathematics(tmp_path):
+    image, odd = pictures(RED, RED), "costs $5 and $\\frac{"
+    paired(tmp_path / "p.png", image, image, titles=(odd, odd))
+    save_rank_scatter(tmp_path / "s.png", torch.randn(1, 8), torch.randn(1, 8), keep=2, titles=[odd])
+    save_grid(tmp_path / "g.png", image, captions=[odd, odd])
+    save_curve(tmp_path / "c.png", rows(), title=odd)
+    compared(tmp_path / "b.png", image, image, titles=[odd, odd])

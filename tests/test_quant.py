@@ -231,6 +231,58 @@ def test_bad_conversions_are_refused():
         convert_linears({}, quantize=nvfp4_fake_quantize)
 
 
+def test_layers_that_are_more_than_their_weight_are_refused_by_name():
+    def hooked():
+        layer = nn.Linear(32, 32)
+        layer.register_forward_hook(lambda module, inputs, output: output * 0)
+        return layer
+
+    def patched():
+        layer = nn.Linear(32, 32)
+        layer.forward = lambda x: x
+        return layer
+
+    def buffered():
+        layer = nn.Linear(32, 32)
+        layer.register_buffer("scale", torch.ones(1))
+        return layer
+
+    def nested():
+        layer = nn.Linear(32, 32)
+        layer.inner = nn.Linear(32, 32)
+        return layer
+
+    def spectral():
+        return torch.nn.utils.spectral_norm(nn.Linear(32, 32))
+
+    for make, said in (
+        (hooked, "hooks"),
+        (patched, "forward"),
+        (buffered, "scale"),
+        (nested, "inner"),
+        (spectral, "weight_orig"),
+    ):
+        with refuses("'0'", said, "add them to skip"):
+            convert_linears(nn.Sequential(make(), nn.Linear(32, 32)), quantize=nvfp4_fake_quantize)
+        _, report = convert_linears(nn.Sequential(make(), nn.Linear(32, 32)), quantize=nvfp4_fake_quantize, skip=["0"])
+        assert report.converted == ("1",)
+    encoder = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
+    with refuses("'linear1'", "fast path"):  # it reads linear1.weight past the forward: that would be W4A16
+        convert_linears(encoder.eval(), quantize=nvfp4_fake_quantize)
+
+
+def test_a_quantize_of_another_shape_is_refused():
+    with refuses("'0.weight'", "(16, 32)", "(4, 32)"):
+        convert_linears(nn.Sequential(nn.Linear(32, 16)), quantize=lambda x: x[:4])
+
+
+def test_control_shared_layers_count_once():
+    layer = nn.Linear(32, 32)
+    draft, report = convert_linears(nn.Sequential(layer, layer), quantize=nvfp4_fake_quantize)
+    assert report.converted == ("0", "1")
+    assert len(list(draft.parameters())) == 2
+
+
 # ---- a real transformer -----------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from toys import TIMES, same, timeless, values_of
 from diffrl import run as module
 from diffrl.algorithms import art
 from diffrl.checkpoints import load_checkpoint, restore_checkpoint
-from diffrl.run import Interrupted, prepare_folder, read_metrics, refuse_folder, run
+from diffrl.run import Interrupted, prepare_folder, read_metrics, refuse_folder, run, save_draft_pictures
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import HELD_OUT_SEED, Bench, Judge, Settings, build, evaluate
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
@@ -301,7 +301,7 @@ def test_control_a_lost_checkpoint_would_be_seen(toy, tmp_path, whole):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path, whole, number):
+def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path, whole, number, capfd):
     calls, handlers = [], [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
 
     def reward(images, prompts):
@@ -312,10 +312,13 @@ def test_a_signal_stops_after_the_iteration_and_says_how_to_go_on(toy, tmp_path,
 
     toy.pieces["reward"] = reward
     folder = tmp_path / "r"
-    with pytest.raises(Interrupted, match=rf"stopped after iteration 1; go on with: diffrl train --resume {folder}"):
+    with pytest.raises(
+        Interrupted, match=rf"stopped after 2 of 5 iterations; go on with: diffrl train --resume {folder}"
+    ):
         run(folder, replace(TOY, checkpoint_every=99), pictures=False)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert load_checkpoint(folder / "checkpoint").iteration == 2
+    assert "finishing this iteration" in capfd.readouterr().err
     assert [line.get("iteration") for line in strict_lines(folder)] == [None, 0, 1]
     run(folder, resume=True, pictures=False)
     lines = strict_lines(folder)[1:]
@@ -503,6 +506,36 @@ def test_the_folder_of_a_real_run(real):
     assert all(row["loss/update_1"] == pytest.approx(1 - row["groups/dead"], abs=1e-3) for row in rows)
     assert all(row["behaviour_distance"] == 0 for row in rows)
     assert all(0 <= row["reward/exact_match"] <= 1 for row in rows)
+
+
+def test_a_run_with_a_draft_measures_it_and_draws_what_it_chose(pipe, tmp_path):
+    s = Settings(**small_settings(pipe, draft="nvfp4", pool=8, draft_steps=2, iterations=2, audit_every=1))
+    rows = run(tmp_path / "run", s)
+    assert all(row["draft/pool"] == 8 and row["draft/steps"] == 2 and 0 < row["draft/converted"] < 1 for row in rows)
+    assert all(-1 <= row["audit/spearman"] <= 1 for row in rows)
+    for name in ("drafts.png", "ranks.png"):
+        with Image.open(tmp_path / "run" / name) as image:
+            assert np.asarray(image.convert("L")).std() > 5
+    bench = build(s)
+    (tmp_path / "drafts").mkdir()
+    save_draft_pictures(tmp_path / "drafts", s, bench)
+    assert sorted(p.name for p in (tmp_path / "drafts").iterdir()) == ["drafts.png", "ranks.png"]
+    with pytest.raises(ValueError, match=r"--draft-skip meets no layer with \['attention'\]"):
+        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_steps": 2, "draft_skip": "attention"}))
+    with pytest.raises(ValueError, match=r"no layer is left to convert.*--draft-min-dim 1000000"):
+        build(Settings(**{**small_settings(pipe), "draft": "nvfp4", "draft_steps": 2, "draft_min_dim": 10**6}))
+
+
+def test_a_run_with_a_draft_goes_on_as_if_it_had_not_stopped(pipe, tmp_path):
+    s = Settings(
+        **small_settings(
+            pipe, draft="nvfp4", pool=8, draft_steps=2, iterations=3, algorithm="nft", trained_steps="auto"
+        )
+    )
+    whole = run(tmp_path / "whole", s, pictures=False)
+    run(tmp_path / "halves", replace(s, iterations=2), pictures=False)
+    halves = run(tmp_path / "halves", resume=True, iterations=3, pictures=False)
+    assert timeless(halves[2:]) == timeless(whole[2:])
 
 
 @pytest.mark.parametrize("name", ["curve.png", "before_after.png"])

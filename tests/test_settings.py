@@ -12,20 +12,23 @@ from toys import adam, toy_run
 
 from diffrl import algorithms
 from diffrl.algorithms import all_steps
+from diffrl.reward_names import REWARDS
 from diffrl.rewards import TextReward, quoted, weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.settings import (
     ALGORITHMS,
+    DRAFTS,
     HELD_OUT_SEED,
-    REWARDS,
     Evaluation,
     Judge,
     Settings,
     build,
     check_settings,
+    drafted,
     evaluate,
     judge_text,
     make_algorithm,
+    make_draft,
     make_reward,
     parse_trained_steps,
     read_prompts,
@@ -76,7 +79,7 @@ BAD = [
     ("group_size", 1, "--group-size.*1"),
     ("prompts_per_iteration", 0, "--prompts-per-iteration.*0"),
     ("steps", 0, "--steps.*0"),
-    ("lora_rank", 0, "--lora-rank.*0"),
+    ("lora_rank", -1, "--lora-rank.*-1"),
     ("lora_alpha", -1, "--lora-alpha.*-1"),
     ("eval_every", 0, "--eval-every.*0"),
     ("eval_samples", 0, "--eval-samples.*0"),
@@ -108,6 +111,50 @@ BAD = [
 def test_one_bad_setting_is_refused_by_its_option_and_value(name, value, message):
     with pytest.raises(ValueError, match=message):
         check_settings(replace(Settings(), **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"draft": "int4"}, "--draft must be one of none, policy, nvfp4, mxfp4, got 'int4'"),
+        ({"pool": 48}, "--pool 48 needs a --draft"),
+        ({"draft_skip": "norm_out"}, "--draft-skip 'norm_out' needs a --draft"),
+        ({"audit_every": 5}, "--audit-every 5 needs a --draft"),
+        ({"draft": "nvfp4", "group_size": 7}, "--group-size 7 is odd"),
+        ({"draft": "nvfp4", "pool": 8}, "--pool 8 must be at least --group-size 16"),
+        ({"draft": "policy", "draft_min_dim": 64}, "--draft policy converts nothing.*64"),
+        ({"draft": "nvfp4", "draft_steps": 0}, "--draft-steps.*0"),
+        ({"draft": "nvfp4", "draft_steps": 9}, "--draft-steps 9 is more than --steps 8"),
+        ({"draft": "nvfp4", "pool": 0}, "--pool.*0"),
+        ({"draft": "nvfp4", "draft_min_dim": -1}, "--draft-min-dim.*-1"),
+        ({"draft": "nvfp4", "audit_every": 0}, "--audit-every.*0"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        check_settings(replace(Settings(), **changed))
+
+
+@pytest.mark.parametrize("draft", [name for name in DRAFTS if name != "none"])
+def test_control_every_draft_is_accepted_and_rehearsed(draft):
+    s = Settings(draft=draft, pool=20, draft_steps=4, audit_every=3)
+    check_settings(s)
+    rehearse(make_algorithm(s), s)
+    algorithm = drafted(make_algorithm(s), s, make_draft(s, toy_model()))
+    assert (algorithm.pool, algorithm.kept) == (20, 16)
+    velocity, params = make_draft(s, toy_model())({"mean": 1})
+    assert callable(velocity)
+    assert params == {"mean": 1}
+
+
+def test_without_a_draft_the_algorithm_is_itself():
+    algorithm = make_algorithm(Settings())
+    assert drafted(algorithm, Settings(), None) is algorithm
+
+
+def test_an_algorithm_whose_samples_share_their_noise_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="DanceGRPO"):
+        build(Settings(algorithm="dance_grpo", draft="nvfp4", model="nowhere"))
 
 
 def test_control_the_defaults_are_accepted():

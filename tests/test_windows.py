@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffrl.algorithms import Batch
+from diffrl.checks import NoReward
 from diffrl.rewards import weighted_sum
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.tasks.toy import PROMPTS, toy_model
@@ -167,7 +168,7 @@ def test_a_reward_that_always_raises_is_refused_with_its_own_words():
     def reward(images, prompts):
         raise KeyError("no weights")
 
-    with pytest.raises(ValueError, match=r"reward raised for all 4 images: KeyError: 'no weights'"):
+    with pytest.raises(NoReward, match=r"reward raised for all 4 images: KeyError: 'no weights'"):
         score_images(reward, IMAGES, NAMES)
 
 

@@ -11,7 +11,10 @@ from diffrl.models import Model
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 
-TIMES = ("seconds/rollout", "seconds/reward", "seconds/update", "seconds/evaluation")
+TIMES = tuple(
+    f"seconds/{name}"
+    for name in ("rollout", "reward", "update", "evaluation", "draft", "requantise", "audit", "policy")
+)
 
 
 def toy_reward(model: Model, reward: Callable = toward_compass, *, samples: int = 32) -> float:
