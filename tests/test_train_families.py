@@ -60,7 +60,7 @@ def test_every_family_trains_from_its_folder(saved, tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_video_run_with_a_draft_and_every_parameter(saved, tmp_path):
-    run(tmp_path / "run", saved("wan", draft="policy", pool=6, lora_rank=0, iterations=1, audit_every=1))
+    run(tmp_path / "run", saved("wan", draft="policy", draft_steps=2, pool=6, lora_rank=0, iterations=1, audit_every=1))
     assert (tmp_path / "run" / "drafts.png").is_file()
     assert (tmp_path / "run" / "adapter" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
 
