@@ -1,4 +1,4 @@
-"""Whole runs on Ray, skipped where it is not installed: ranks and generators, actors that die, errors and going on.
+"""Whole runs on Ray, only with `-m ray` (`make test-ray`) and where it is installed: ranks and generators, actors that die, errors and going on.
 
 Negative controls are the tests with `control` in their names.
 """
