@@ -372,7 +372,7 @@ def test_a_scatter_of_nothing_or_of_other_shapes_is_refused(tmp_path):
 
 
 def test_prompts_with_dollars_are_no_mathematics(tmp_path):
-    image, odd = pictures(RED, RED), "costs $5 and $\\frac{"
+    image, odd = pictures(RED, RED), "costs $\\frac{ and $5"
     paired(tmp_path / "p.png", image, image, titles=(odd, odd))
     save_rank_scatter(tmp_path / "s.png", torch.randn(1, 8), torch.randn(1, 8), keep=2, titles=[odd])
     save_grid(tmp_path / "g.png", image, captions=[odd, odd])

@@ -240,8 +240,8 @@ def test_control_the_doctor_sees_a_set_up_that_learns_backwards():
     def backwards_credit(batch):
         return {n: 1 - v if v.is_floating_point() else v for n, v in inner.credit(batch).items()}
 
-    wrong = sol_rl(inner._replace(credit=backwards_credit), draft=the_policy(model), pool=96, keep=4, draft_steps=5)
-    report = diagnose(model, wrong, list(PROMPTS), hit, group_size=8, steps=5, learning_rate=0.1, iterations=8)
+    wrong = sol_rl(inner._replace(credit=backwards_credit), draft=the_policy(model), pool=96, keep=8, draft_steps=5)
+    report = diagnose(model, wrong, list(PROMPTS), hit, group_size=16, steps=5, learning_rate=0.03, iterations=4)
     assert report.checks[-1].name == "the reward goes up"
     assert not report.checks[-1].passed
 
