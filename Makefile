@@ -24,7 +24,7 @@ test: $(VENV)/.test  ## the test suite, all but whole runs on Ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-ray: $(VENV)/.test  ## whole runs on Ray: several actors each, minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/test_ray.py tests/test_ray_nodes.py
 
 doctest: $(VENV)/.test  ## the examples in the docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules diffrl

@@ -29,6 +29,9 @@ def require_ray() -> Any:
     return ray
 
 
+STARTS = 3  # times an actor is made before its death is an error
+
+
 class Worker:
     """One actor: stages of its own, and a trainer rank around them. Every method returns times as its last value."""
 
@@ -162,7 +165,7 @@ class RayActors:
         self.build, self.options, self.bitwise = build, {"num_cpus": 0, **options}, bitwise
         self.actors: dict[str, Any] = {}
         self.offsets: dict[str, float] = {}
-        self.loading: list[Any] = []
+        self.loading: dict[str, Any] = {}
         self.state: Any = None
 
     def open(self, stages: Any, schedule: Schedule) -> None:
@@ -188,9 +191,21 @@ class RayActors:
         for name in names:
             self.actors[name] = self._made(name)
         for name in names:
-            self.offsets[name] = self._offset(self.actors[name])
-        self.ray.get(self.loading)
-        self.loading = []
+            self._await(name)
+
+    def _await(self, name: str) -> None:
+        """Until it is ready. Made again where it never ran: a node that is gone is still given actors for some seconds."""
+        for left in reversed(range(STARTS)):
+            try:
+                self.offsets[name] = self._offset(self.actors[name])
+                if name in self.loading:
+                    self.ray.get(self.loading.pop(name))
+                return
+            except self.ray.exceptions.RayActorError as error:
+                if not left or error.actor_init_failed:  # what cannot be built here is not built elsewhere
+                    raise
+                self.ray.kill(self.actors[name], no_restart=True)
+                self.actors[name] = self._made(name)
 
     def _made(self, name: str) -> Any:
         """An actor; a trainer begins with the state after the last commit."""
@@ -199,7 +214,7 @@ class RayActors:
         made = self.ray.remote(Worker).options(max_restarts=0, **self.options)
         actor = made.remote(self.sent, self.schedule, rank, self.trainers if kind == "trainer" else 1)
         if kind == "trainer" and self.state is not None:
-            self.loading.append(actor.load.remote(self.state))  # before anything else that this actor is asked
+            self.loading[name] = actor.load.remote(self.state)  # before anything else that this actor is asked
         return actor
 
     def _offset(self, actor: Any) -> float:

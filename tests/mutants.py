@@ -1226,6 +1226,8 @@ EXECUTOR_MUTANTS = [
         "test_ray_backend.py",
         ("the_last_rank_wins", "        total += gradient\n", "        total = gradient\n"),
         ("joined_before_all_are_done", "elif not left[0]:", "else:"),
+        ("actors_on_a_node_that_is_gone", "STARTS = 3", "STARTS = 1"),
+        ("what_cannot_be_built_is_tried_on", "not left or error.actor_init_failed", "not left"),
         (
             "a_new_trainer_starts_afresh",
             "        if state is not None:\n            self.stages.load(state)",

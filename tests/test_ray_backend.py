@@ -1,10 +1,11 @@
-"""The parts of the Ray backend, without an actor: ranks, joined futures, refusals. Whole runs are in test_ray.py.
+"""The parts of the Ray backend, without an actor: ranks, joined futures, refusals. Whole runs are in test_ray.py and test_ray_nodes.py.
 
 Negative controls are the tests with `control` in their names.
 """
 
 import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,43 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
     for call in (require_ray, ray_actors):
         with pytest.raises(ImportError, match=r"Ray: pip install 'diffrl\[ray\]'"):
             call()
+
+
+class GoneError(Exception):
+    actor_init_failed = False
+
+
+@pytest.mark.parametrize(("deaths", "broken", "made"), [(0, False, 1), (2, False, 3), (3, False, 3), (1, True, 1)])
+def test_an_actor_that_never_ran_is_made_again_unless_it_cannot_be_built(monkeypatch, deaths, broken, made):
+    """As where a node is gone that Ray still gives actors to."""
+    backend = RayActors(generators=1, rewards=1, trainers=1, build=None, options={}, bitwise=False)
+    seen, killed, loaded = [], [], []
+
+    def make(name):
+        seen.append(name)
+        backend.loading[name] = ("load", len(seen))
+        return len(seen)
+
+    def ready(actor):
+        if actor <= deaths:
+            error = GoneError()
+            error.actor_init_failed = broken
+            raise error
+        return 0.5
+
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=GoneError), get=loaded.append)
+    ray.kill = lambda actor, no_restart: killed.append(actor)
+    backend.ray = ray
+    monkeypatch.setattr(backend, "_made", make)
+    monkeypatch.setattr(backend, "_offset", ready)
+    if deaths < 3 and not broken:
+        backend._start(["trainer/0"])
+        assert (backend.actors, backend.offsets) == ({"trainer/0": made}, {"trainer/0": 0.5})
+        assert (loaded, killed) == ([("load", made)], list(range(1, made)))
+    else:
+        with pytest.raises(GoneError):
+            backend._start(["trainer/0"])
+    assert seen == ["trainer/0"] * made
 
 
 def test_counts_and_stages_that_do_not_fit_are_refused(monkeypatch):
