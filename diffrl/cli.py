@@ -295,6 +295,8 @@ def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
         bench.prompts,
         bench.reward,
         images=bench.images,
+        micro_batch=settings.micro_batch,
+        rollout_chunk=settings.rollout_chunk,
         group_size=settings.group_size,
         steps=settings.steps,
         seed=settings.seed,
@@ -318,7 +320,7 @@ def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
         samples=options.group_size * options.prompts_per_iteration,
         kept=options.kept_steps,
         copies=options.copies,
-        dtype=getattr(torch, options.dtype),
+        dtype=getattr(torch, options.dtype) if options.lora_rank else torch.float32,
         encoders_on_device=not options.encoders_off,
         vae_on_device=not options.vae_off,
     )

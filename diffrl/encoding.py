@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from diffrl.family import Family, Size
+from diffrl.family import Family, Size, plain
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -96,7 +96,9 @@ def _text(encoder: Encoder, function: Callable, prompt: str) -> Rows:
 def _image(encoder: Encoder, image: Any) -> Rows:
     import numpy as np
 
-    pixels = np.ascontiguousarray(image.cpu() if isinstance(image, Tensor) else image)
+    if hasattr(image, "convert"):
+        image = image.convert("RGB")  # first: a palette's indices are not what is seen
+    pixels = np.ascontiguousarray(plain(image) if isinstance(image, Tensor) else image)
     digest = hashlib.sha256(f"{pixels.dtype} {pixels.shape} ".encode() + pixels.tobytes()).hexdigest()
     assert encoder.family.encode_image is not None
     compute = partial(encoder.family.encode_image, encoder.pipe, image, encoder.size)
@@ -143,6 +145,7 @@ def _digest_of_parts(pipe: Any, parts: Sequence[str]) -> str:
     import transformers
 
     h = hashlib.sha256(f"{diffusers.__version__} {transformers.__version__}".encode())
+    h.update(str(getattr(pipe, "prompt_template_encode", "")).encode())
     for name in parts:
         part: Any = getattr(pipe, name, None)
         h.update(f"{name} {type(part).__name__}".encode())
@@ -153,19 +156,28 @@ def _digest_of_parts(pipe: Any, parts: Sequence[str]) -> str:
             for key, tensor in part.state_dict().items():
                 h.update(key.encode() + _digest_of_tensor(tensor))
         elif hasattr(part, "get_vocab"):
-            h.update(json.dumps([part.get_vocab(), part.model_max_length, part.padding_side], sort_keys=True).encode())
+            fast = getattr(part, "backend_tokenizer", None)  # normalisers and the like are not in the vocabulary
+            told = [
+                part.get_vocab(),
+                part.model_max_length,
+                part.padding_side,
+                fast.to_str() if fast is not None else "",
+            ]
+            h.update(json.dumps(told, sort_keys=True).encode())
         elif hasattr(part, "to_json_string"):
             h.update(part.to_json_string().encode())
     return h.hexdigest()
 
 
 def _digest_of_tensor(x: Tensor) -> bytes:
-    """Its shape, the sum of its bits as integers, and its first and last values: exact, equal on every device, and no
-    10 GB are copied to the CPU."""
+    """Its shape, the sum of each row's bits as integers weighed by the row's place, and its first and last values: exact, equal
+    on every device, and no 10 GB are copied to the CPU."""
     flat = x.contiguous().flatten()
     bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     ends = torch.cat([bits[:64], bits[-64:]]).tolist()
-    return f"{x.dtype} {tuple(x.shape)} {int(bits.sum(dtype=torch.int64))} {ends}".encode()
+    rows = bits.view(len(x), -1).sum(1, dtype=torch.int64) if x.ndim > 1 and len(x) else bits.to(torch.int64)
+    placed = int((rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum())
+    return f"{x.dtype} {tuple(x.shape)} {placed} {ends}".encode()
 
 
 def _read(path: Path) -> Rows:

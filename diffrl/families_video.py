@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrl.family import Family, Size, call_default, require_multiple, unstandardised
+from diffrl.family import Family, Size, call_default, picture, require_multiple, unstandardised
 from diffrl.types import Cond
 
 TEXT_TOKENS = 512  # written into WanTransformer3DModel's attention
@@ -104,8 +104,8 @@ def _i2v_encode(pipe: Any, prompt: str, length: int) -> dict[str, Tensor]:
 
 def _i2v_image(pipe: Any, image: Any, size: Size) -> dict[str, Tensor]:
     """What follows from the first frame: its latents with a mask of which frames are given, and its CLIP embedding."""
-    picture, device = _picture(image), pipe.vae.device
-    pixels = pipe.video_processor.preprocess(picture, height=size.height, width=size.width).to(device, torch.float32)
+    frame, device = picture(image), pipe.vae.device
+    pixels = pipe.video_processor.preprocess(frame, height=size.height, width=size.width).to(device, torch.float32)
     noise = torch.zeros(1, *_i2v_shape(pipe, size), device=device)  # unused, and not drawn from the global generator
     _, condition = pipe.prepare_latents(
         pixels, 1, pipe.vae.config.z_dim, size.height, size.width, size.frames, torch.float32, device, None, noise
@@ -114,23 +114,7 @@ def _i2v_image(pipe: Any, image: Any, size: Size) -> dict[str, Tensor]:
         return {"condition": condition}
     if pipe.image_encoder is None:
         raise ValueError("this transformer reads a CLIP embedding of the image, and the pipeline has no image_encoder")
-    return {"condition": condition, "encoder_hidden_states_image": pipe.encode_image(picture, device)}
-
-
-def _picture(image: Any) -> Any:
-    """As 8-bit RGB: the CLIP processor divides by 255 whatever it is given, the VAE's does not."""
-    import numpy as np
-    from PIL import Image
-
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    pixels = np.asarray(image.detach().cpu() if isinstance(image, Tensor) else image)
-    if pixels.ndim == 3 and len(pixels) == 3 and pixels.dtype.kind == "f" and 0 <= pixels.min() <= pixels.max() <= 1:
-        pixels = (255 * pixels.transpose(1, 2, 0)).round().astype(np.uint8)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        got = f"{pixels.dtype} {pixels.shape}"
-        raise ValueError(f"an image must be a PIL image, uint8 (h, w, 3) or float (3, h, w) in [0, 1], got {got}")
-    return Image.fromarray(pixels)
+    return {"condition": condition, "encoder_hidden_states_image": pipe.encode_image(frame, device)}
 
 
 def _i2v_predict(network: Callable, pipe: Any, size: Size, x: Tensor, timestep: Tensor, cond: Cond) -> Tensor:

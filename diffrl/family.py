@@ -76,3 +76,27 @@ def unstandardised(pipe: Any, latents: Tensor) -> Tensor:
     config = pipe.vae.config
     mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1).to(latents) for x in (config.latents_mean, config.latents_std))
     return latents * std + mean
+
+
+def picture(image: Any) -> Any:
+    """A PIL image in 8-bit RGB of a PIL image, uint8 (h, w, 3) or float (3, h, w) in [0, 1]; ValueError for anything else.
+
+    The CLIP processor divides by 255 whatever it is given, the VAE's does not: one kind of picture for both, and for keys.
+    """
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    pixels = np.asarray(plain(image) if isinstance(image, Tensor) else image)
+    if pixels.ndim == 3 and len(pixels) == 3 and pixels.dtype.kind == "f" and 0 <= pixels.min() <= pixels.max() <= 1:
+        pixels = (255 * pixels.transpose(1, 2, 0)).round().astype(np.uint8)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        got = f"{pixels.dtype} {pixels.shape}"
+        raise ValueError(f"an image must be a PIL image, uint8 (h, w, 3) or float (3, h, w) in [0, 1], got {got}")
+    return Image.fromarray(pixels)
+
+
+def plain(x: Tensor) -> Tensor:
+    """As numpy takes it: detached, on the CPU, floats in float32."""
+    return x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype)

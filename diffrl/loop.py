@@ -24,6 +24,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ from diffrl.windows import (
     parts_of,
     prompts_of_iteration,
     reward_metrics,
+    select_rows,
     split_within_prompt,
     window_of,
 )
@@ -158,13 +160,14 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         texts = [plan.prompts[p] for p in chosen]
         cond = encode(model, texts, None if plan.images is None else [plan.images[p] for p in chosen])
         seeds = sample_seeds(plan.seed, i, chosen, algorithm.pool or plan.k).to(device)
-        score = Score(model.decode, reward, texts)
+        score = Score(model.decode, reward, texts, forgiving=plan.ranks.size > 1)
 
         with torch.no_grad():
             # 1. roll out and score
             at_i = sampler._replace(iteration=i, first=int(sample_seeds(plan.seed, i, every[:1], 1)))
             batch = plan.ranks.whole(algorithm.collect(at_i, behaviour, cond, seeds, score))
             check_batch(batch, plan.g, plan.k)
+            score.judge_all(batch.rewards, plan.ranks)
             credit = algorithm.credit(batch)  # 2. turn rewards into what each sample is told
         check_credit(credit, plan.g, plan.k)
         metrics = reward_metrics(batch.rewards) | {"behaviour_distance": params_distance(behaviour, model.params)}
@@ -304,9 +307,11 @@ def diagnose(
     learning_rate: float = 1e-3,
     iterations: int = 3,
     tolerance: float = 1e-3,
+    micro_batch: int | None = None,
+    rollout_chunk: int | None = None,
 ) -> Report:
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
-    images: one per prompt, for image-to-video.
+    images: one per prompt, for image-to-video. micro_batch, rollout_chunk: as `train` (gradients are then asked of one part).
 
     Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
     equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
@@ -316,31 +321,27 @@ def diagnose(
     prompts = checked_prompts(prompts, images)[:8]
     images = None if images is None else images[:8]
     optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)
-    training = train(
-        model, algorithm, prompts, reward, optimizer, group_size=group_size, steps=steps, seed=seed, images=images
-    )
-    sampler: Any = Gridded(model.velocity, model.times, steps, tuple(model.latent_shape()))
+    how: dict[str, Any] = {"group_size": group_size, "steps": steps, "seed": seed, "images": images}
+    how |= {"micro_batch": micro_batch, "rollout_chunk": rollout_chunk}
+    training = train(model, algorithm, prompts, reward, optimizer, **how)
+    velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
+    sampler: Any = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
     cond, score = encode(model, prompts, images), Score(model.decode, reward, prompts)
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(seed, 2**31, range(len(prompts)), algorithm.pool or group_size).to(device)
     saved = {name: p.detach().clone() for name, p in model.params.items()}
 
-    def collect(chosen: Tensor | None = None) -> tuple[Batch, Mapping[str, Tensor]]:
-        """chosen: the seeds that an algorithm which draws more than it keeps has kept, to be rendered again as they are."""
-        if algorithm.memory is not None:
-            algorithm.memory.reset()
-        by = algorithm.collect if chosen is None else algorithm.collect.of_chosen  # type: ignore[attr-defined]
-        with torch.no_grad():
-            batch = by(sampler, model.params, cond, seeds if chosen is None else chosen, score)
-            return batch, algorithm.credit(batch)
-
+    collect = partial(_collected, algorithm, sampler, model.params, cond, seeds, score)
     try:
         batch, credit = collect()
         again, _ = collect()
         checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
         window = window_of(batch, credit, torch.arange(batch.rewards.numel()), saved)
-        checks.append(_replay(model, window, tolerance))
-        checks.extend(_gradients(model, algorithm, window, tolerance))
+        checks.append(_replay(velocity, model.params, window, tolerance))
+        few = (
+            window if micro_batch is None else select_rows(window, torch.arange(min(micro_batch, len(window.rewards))))
+        )
+        checks.extend(_gradients(model, algorithm, few, tolerance))
         for _ in range(iterations):
             next(training)
         kept = batch.trajectory.seeds if hasattr(algorithm.collect, "of_chosen") else None
@@ -351,6 +352,22 @@ def diagnose(
             algorithm.memory.reset()
         _put_back(model.params, saved)
     return Report(tuple(checks))
+
+
+@torch.no_grad()
+def _collected(algorithm, sampler, params, cond, seeds, score, chosen: Tensor | None = None) -> tuple[Batch, Mapping]:
+    """A batch and its credit. chosen: the seeds that an algorithm which draws more than it keeps has kept, to be rendered
+    again as they are."""
+    if algorithm.memory is not None:
+        algorithm.memory.reset()
+    by = algorithm.collect if chosen is None else algorithm.collect.of_chosen
+    batch = by(sampler, params, cond, seeds if chosen is None else chosen, score)
+    return batch, algorithm.credit(batch)
+
+
+def _first(window: Window, samples: int | None) -> Window:
+    n = len(window.rewards)
+    return window if samples is None or samples >= n else select_rows(window, torch.arange(samples))
 
 
 @torch.no_grad()
@@ -376,12 +393,12 @@ def _spread(batch: Batch) -> Check:
     return Check("groups have spread", dead <= 0.5, f"{dead:.0%} of {len(batch.rewards)} groups have none")
 
 
-def _replay(model: Any, window: Window, tolerance: float) -> Check:
+def _replay(velocity: Any, params: Params, window: Window, tolerance: float) -> Check:
     tr = window.trajectory
     gaps, sizes = [], []
     with torch.no_grad():
         for j, t in enumerate(tr.t):
-            v = model.velocity(model.params, tr.x_t[:, j], t.expand(len(tr.x_0)), window.cond)
+            v = velocity(params, tr.x_t[:, j], t.expand(len(tr.x_0)), window.cond)
             gaps.append(float((v - tr.v[:, j]).square().mean()))
             sizes.append(float(tr.v[:, j].square().mean()))
     drift = (sum(gaps) / max(sum(sizes), 1e-30)) ** 0.5

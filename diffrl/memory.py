@@ -35,12 +35,14 @@ class Memory(NamedTuple):
 
 def module_bytes(module: nn.Module, *, dtype: torch.dtype | None = None) -> int:
     """Bytes of a module's parameters and buffers once its floating tensors are in `dtype` (None: as they are), but for
-    those that its class keeps in float32 (diffusers' `_keep_in_fp32_modules`). Tensors may be on the meta device.
+    those that its class keeps in float32: diffusers' `_keep_in_fp32_modules`, of transformers in bfloat16 the `..._strict` ones
+    alone. Tensors may be on the meta device.
 
     >>> module_bytes(nn.Linear(3, 2), dtype=torch.bfloat16)
     16
     """
-    kept = getattr(module, "_keep_in_fp32_modules", None) or ()
+    strict = type(module).__module__.startswith("transformers.") and dtype == torch.bfloat16
+    kept = getattr(module, f"_keep_in_fp32_modules{'_strict' * strict}", None) or ()
     total = 0
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
         size = x.element_size()
@@ -174,7 +176,9 @@ def _empty_part(folder: Path, library: str, kind: str) -> Any:
 
     if library not in LIBRARIES:
         raise ValueError(f"{folder.name} is {library}.{kind}: only parts of {' and '.join(LIBRARIES)} can be planned")
-    maker = getattr(importlib.import_module(library), kind)
+    maker = getattr(importlib.import_module(library), kind, None)
+    if maker is None:
+        raise ValueError(f"{folder.name} is {kind}, which the installed {library} does not have")
     if hasattr(maker, "set_timesteps"):
         return maker.from_pretrained(folder)
     if not (folder / "config.json").is_file():

@@ -100,7 +100,7 @@ def from_pipeline(
     negative_prompt: text of the unconditional call.
     max_sequence_length: text tokens; None: the default of the pipeline's own call.
     shift: of the time grid, > 0; None: the scheduler's, at this size.
-    gradient_checkpointing: switched on or off for the module.
+    gradient_checkpointing: switched on for the module, or off with a new adapter.
     embeddings: a folder in which what `encode` computes is kept from run to run, by content; None: in memory only.
 
     Afterwards everything in the pipeline is in eval mode and only `params` require grad. ValueError, with nothing
@@ -354,7 +354,14 @@ def _checked_lora(module: Any, family: Family, lora: Mapping[str, Any] | str | N
 
 def _require_plain(config: Any) -> None:
     """Low-rank factors and nothing else, which start as the base model and end in one file of factors."""
-    for name in ("lora_dropout", "bias", "modules_to_save", "target_parameters", "layer_replication"):
+    for name in (
+        "lora_dropout",
+        "bias",
+        "modules_to_save",
+        "target_parameters",
+        "layer_replication",
+        "trainable_token_indices",
+    ):
         if (value := getattr(config, name, None)) not in (None, 0, "none", [], False):
             raise ValueError(f"lora has {name}={value!r}: only low-rank factors are trained, without dropout")
     if config.init_lora_weights not in ("gaussian", True, False):
@@ -430,7 +437,9 @@ def _prepare(pipe: Any, adapter: str | None, config: Any, checkpointing: bool) -
         named[name].requires_grad_(True)
     if checkpointing:
         module.enable_gradient_checkpointing()
-    elif getattr(module, "is_gradient_checkpointing", False):
+    elif config is not None and getattr(
+        module, "is_gradient_checkpointing", False
+    ):  # else another Model may count on it
         module.disable_gradient_checkpointing()
     return names
 

@@ -9,6 +9,7 @@ process up to the order of a sum. What is gathered is the kept states: a rank's 
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from diffrl.types import Batch, Params, Trajectory
 
 SHARED = ("t", "t_next")
+PATIENCE = timedelta(days=1)
+"""How long a rank waits for the others: the first one alone evaluates and draws, which may take its time."""
 
 
 class Ranks(NamedTuple):
@@ -100,7 +103,8 @@ def launched() -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=PATIENCE)
     return torch_ranks()
 
 
@@ -124,6 +128,10 @@ def torch_ranks() -> Ranks:
 
     def whole(batch: Batch) -> Batch:
         # shapes first: tensors of other sizes would hang or mix rows
+        wide = any(
+            gathered(batch.rewards.dtype == torch.float64)
+        )  # one rank's reward may have failed where others' did not
+        batch = batch._replace(rewards=batch.rewards.double()) if wide else batch
         told = {n: (tuple(v.shape), str(v.dtype)) for n, v in _flat(batch).items()}
         others = gathered((told, batch.metrics, batch.part_weights))
         if any(one[0] != told for one in others):

@@ -34,8 +34,9 @@ from diffrl.engines import check_engine, engine_rows
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.ranks import Ranks, alone
-from diffrl.sampling import rollout, sample_seeds
+from diffrl.sampling import chunked, rollout, sample_seeds
 from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
+from diffrl.training_checks import checked_groups
 from diffrl.types import Params
 from diffrl.version import __version__
 from diffrl.windows import Score, encode, score_images
@@ -178,6 +179,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) ->
     torch.set_num_threads(s.threads)
     bench = build(s)
     check_engine(s, bench.algorithm, ranks=ranks.size)
+    checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)  # before a folder is made
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
     start, behaviour = 0, None
@@ -252,8 +254,10 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
 
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    training: Any = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
-    if s.engine != "loop":
+    training: Any
+    if s.engine == "loop":
+        training = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
+    else:
         off_policy = bench.algorithm.behaviour is not live
         published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
         training = engine_rows(
@@ -268,7 +272,10 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
         latest = next((r["eval/exact_match"] for r in reversed([*rows, base]) if "eval/exact_match" in r), None)
         for i in range(start, s.iterations):
             row: dict[str, Any] = next(training)
-            row["reward/exact_match"] = bench.reward.exact if s.engine == "loop" else math.nan  # it saw a fragment
+            each = ranks.gathered((bench.reward.exact, bool(noted)))  # `_follow` asks at the same point
+            exact = [e for e, _ in each if e == e]
+            exact = exact if s.engine == "loop" else []  # the last call of an engine's reward saw a fragment
+            row["reward/exact_match"] = sum(exact) / len(exact) if exact else float("nan")
             last = i == s.iterations - 1
             if i == 0:  # where the first is the last, its own evaluation takes the names
                 row |= base if not last else {f"base/{k.partition('/')[2]}": v for k, v in base.items()}
@@ -281,7 +288,7 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
             rows.append(json.loads(line))  # as a resumed run would read it
             file.write(line)
             file.flush()
-            stopped = any(ranks.gathered(bool(noted)))  # all of them after the same iteration
+            stopped = any(stop for _, stop in each)  # all of them after the same iteration
             if last or stopped or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])
             if bar is not None:
@@ -304,7 +311,7 @@ def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) 
         optimizer,
         start=start,
         behaviour=behaviour,
-        reference=initial,  # the adapter as it was seeded, also in a resumed run
+        reference=initial if algorithm.needs_reference else None,  # as it was seeded, also in a resumed run
         group_size=s.group_size,
         steps=s.steps,
         seed=s.seed,
@@ -339,7 +346,8 @@ def _follow(
     with _graceful_interrupt() as noted:
         for i in range(start, s.iterations):
             next(training)
-            if any(ranks.gathered(bool(noted))) and i < s.iterations - 1:
+            each = ranks.gathered((bench.reward.exact, bool(noted)))
+            if any(stop for _, stop in each) and i < s.iterations - 1:
                 raise Interrupted(f"stopped after {i + 1} of {s.iterations} iterations")
     return []
 
@@ -360,7 +368,9 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
     every = slice(None, None, len(bench.prompts) // 10 + 1)  # of 100: 00, 11, ..., 99
     shown, begun = bench.prompts[every][:10], None if bench.images is None else bench.images[every][:10]
-    draw = partial(evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun)
+    draw = partial(
+        evaluate, bench.model, shown, bench.reward, steps=s.steps, samples=1, images=begun, chunk=s.rollout_chunk or 128
+    )
     before, after = draw(params=initial), draw()
     save_before_after(
         folder / "before_after.png",
@@ -400,6 +410,7 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     images = {}
     for name, ((velocity, params), steps) in sides.items():
         times = bench.model.times(steps)
+        velocity = chunked(velocity, size=s.rollout_chunk or 128)
         walked = rollout(velocity, params, own, times, seeds=seeds[j, columns], shape=shape, keep=[])
         images[name] = bench.model.decode(walked.x_0)
     rewards = [found[name][j, columns.to(found[name].device)].tolist() for name in sides]
@@ -426,7 +437,7 @@ def _captions(found: Evaluation) -> list[str]:
 
 
 def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
-    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples}
+    how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples, "chunk": s.rollout_chunk or 128}
     found = evaluate(bench.model, bench.prompts, bench.reward, images=bench.images, **how)
     metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
     if found.exact is not None:

@@ -1,5 +1,6 @@
 """What a run depends on: its settings, and the model, prompts, reward and algorithm they name; held-out evaluation."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -332,7 +333,11 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
     from diffusers import DiffusionPipeline
 
     half = s.device != "cpu" and s.lora_rank > 0  # all parameters are trained in float32
-    pipe = DiffusionPipeline.from_pretrained(s.model, torch_dtype=torch.bfloat16 if half else torch.float32)
+    index = Path(str(s.model)) / "model_index.json"
+    saved = json.loads(index.read_text()) if index.is_file() else {}
+    absent = {name: None for name, value in saved.items() if value == [None, None]}  # a Stable Diffusion 3 without T5
+    dtype = torch.bfloat16 if half else torch.float32
+    pipe = DiffusionPipeline.from_pretrained(s.model, torch_dtype=dtype, **absent)
     return pipe, prompts or [], {"height": 512, "width": 512, **given}
 
 

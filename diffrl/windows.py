@@ -125,11 +125,15 @@ class Score:
     """score(latents, prompt rows) -> rewards " b": decode, then the reward; counts the seconds spent in the reward.
 
     parts: after a call, the single rewards " b j" where the reward has several (`rewards.WeightedSum`), else None;
-    part_weights: their weights in the sum, where it tells them.
+    part_weights: their weights in the sum, where it tells them. forgiving: a reward that raises for all images gives nan, as
+    other ranks may have images it can judge (`judge_all` then asks them).
     """
 
-    def __init__(self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str]):
+    def __init__(
+        self, decode: Callable[[Tensor], Tensor], reward: Reward, prompts: Sequence[str], *, forgiving: bool = False
+    ):
         self.decode, self.reward, self.prompts, self.seconds = decode, reward, prompts, 0.0
+        self.forgiving, self.failure = forgiving, ""
         self.parts: Tensor | None = None
         self.part_weights: tuple[float, ...] | None = getattr(reward, "weights", None)
 
@@ -143,13 +147,29 @@ class Score:
         single, total = getattr(self.reward, "rewards", None), getattr(self.reward, "total", None)
         if isinstance(single, Mapping) and callable(total):  # each is asked once, and may fail for images of its own
             own = images.clone if isinstance(images, Tensor) else lambda: images  # one may write into what it is given
-            each = [score_images(reward, own(), texts) for reward in single.values()]
+            each = [self._told(reward, own(), texts) for reward in single.values()]
             self.parts = torch.stack(torch.broadcast_tensors(*each), dim=1).to(latents.device)
             values = total(self.parts)
         else:
-            values = score_images(self.reward, images, texts)
+            values = self._told(self.reward, images, texts)
         self.seconds += time.perf_counter() - began
         return values.to(latents.device)
+
+    def _told(self, reward: Reward, images: Tensor, texts: Sequence[str]) -> Tensor:
+        try:
+            return score_images(reward, images, texts)
+        except NoReward as error:
+            if not self.forgiving:
+                raise
+            self.failure = str(error)
+            return torch.full((len(texts),), torch.nan)
+
+    def judge_all(self, rewards: Tensor, ranks: Any) -> None:
+        """ValueError, on every rank, where the reward failed on some and gave none of them a value (`forgiving` put nan)."""
+        if ranks.size > 1 and (told := [text for text in ranks.gathered(self.failure) if text]):
+            self.failure = ""
+            if not bool(torch.isfinite(rewards).any()):
+                raise NoReward(told[0])
 
 
 def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tensor:

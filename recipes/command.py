@@ -1,6 +1,7 @@
 """What the recipes share: a pipeline from a folder or the hub, prompts from a file, a progress line, the adapter at the end."""
 
 import argparse
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ def main(recipe: Callable[..., tuple[Any, Iterator[dict[str, float]]]], reward: 
     from diffusers import DiffusionPipeline
     from tqdm import tqdm
 
-    from diffrl.settings import read_prompts
+    from diffrl.settings import read_images, read_prompts
 
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of a saved pipeline or a hub id")
@@ -30,18 +31,20 @@ def main(recipe: Callable[..., tuple[Any, Iterator[dict[str, float]]]], reward: 
     parser.add_argument("--output", default="trained", help="folder of the exported weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if Path(options.output).is_file():
+        parser.error(f"--output {options.output!r} is a file, not a folder")
+    if ("images" in inspect.signature(recipe).parameters) != bool(options.images):
+        parser.error("--images is needed by image-to-video, and by nothing else")
     # full fine-tuning needs float32 weights: the recipe says so of itself
     dtype = getattr(recipe, "dtype", torch.bfloat16)
     pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=dtype).to(options.device)
-    more = {}
-    if options.images:
-        from PIL import Image
-
-        more["images"] = [
-            Image.open(name).convert("RGB") for name in Path(options.images).read_text().split("\n") if name
-        ]
-    model, training = recipe(pipe, read_prompts(options.prompts), reward(options.device), **more)
-    with tqdm(itertools.islice(training, options.iterations), total=options.iterations) as bar:
-        for row in bar:
-            bar.set_postfix_str(f"reward {row['reward/mean']:.4f}, dead {row['groups/dead']:.2f}")
+    prompts = read_prompts(options.prompts)
+    more = {"images": read_images(options.images, len(prompts))} if options.images else {}
+    model, training = recipe(pipe, prompts, reward(options.device), **more)
+    try:
+        with tqdm(itertools.islice(training, options.iterations), total=options.iterations) as bar:
+            for row in bar:
+                bar.set_postfix_str(f"reward {row['reward/mean']:.4f}, dead {row['groups/dead']:.2f}")
+    except KeyboardInterrupt:
+        print("interrupted: what was trained so far is written")
     print(model.export(options.output))

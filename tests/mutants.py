@@ -595,7 +595,7 @@ BASELINES = [
         "windows.py",
         "test_windows.py",
         ("windows:reference_lost_in_parts", "        reference=window.reference,\n", ""),
-        ("windows:one_copy_for_all_rewards", "score_images(reward, own(), texts)", "score_images(reward, images, texts)"),
+        ("windows:one_copy_for_all_rewards", "self._told(reward, own(), texts)", "self._told(reward, images, texts)"),
         ("windows:anything_with_rewards_is_a_sum", "isinstance(single, Mapping) and callable(total)", "isinstance(single, Mapping)"),
     ),
     *mutants_of(
@@ -802,7 +802,7 @@ QUANT = [
         "loop.py",
         "test_sol_rl.py",
         ("doctor_lets_the_draft_choose_again", "kept = batch.trajectory.seeds if hasattr(algorithm.collect, \"of_chosen\") else None", "kept = None"),
-        ("doctor_goes_on_with_its_memory", "        if algorithm.memory is not None:\n            algorithm.memory.reset()\n        by =", "        by ="),
+        ("doctor_goes_on_with_its_memory", "    if algorithm.memory is not None:\n        algorithm.memory.reset()\n    by =", "    by ="),
     ),
     *mutants_of(
         "plots.py",
@@ -897,7 +897,6 @@ FAMILIES_MUTANTS = [
         ("ftfy_not_looked_for", 'find_spec("ftfy") is None', 'find_spec("ftfy") is False'),
         ("condition_before_the_noise", 'torch.cat([x, cond["condition"]], 1)', 'torch.cat([cond["condition"], x], 1)'),
         ("clip_embedding_forgotten", 'cond.get("encoder_hidden_states_image")', "None"),
-        ("float_images_cut_to_bytes", "transpose(1, 2, 0)).round()", "transpose(1, 2, 0))"),
         ("hunyuan_guidance_rounded_once", "(guidance / 1000).to(x.dtype) * 1000", "guidance.to(x.dtype)"),
         ("hunyuan_guidance_not_in_thousands", "return 1000.0 * pipe", "return 1.0 * pipe"),
     ),
@@ -935,9 +934,31 @@ FAMILIES_MUTANTS = [
         ("kept_whatever_the_length", "(function.__name__, encoder.length, prompt)", "(function.__name__, prompt)"),
         ("kept_whatever_the_size", '("image", *encoder.size, digest)', '("image", digest)'),
         ("half_files_left_behind", "        Path(name).unlink(missing_ok=True)\n        raise", "        raise"),
+        ("rows_of_a_weight_may_swap", "* torch.arange(1, len(rows) + 1, device=rows.device)", "* 1"),
+        ("normalisers_do_not_count", 'fast.to_str() if fast is not None else ""', '""'),
         ("one_image_for_all", ".encode() + pixels.tobytes()", ".encode()"),
     ),
 ]
+
+PICTURES = mutants_of(
+    "family.py",
+    "test_families_video.py",
+    ("float_images_cut_to_bytes", "transpose(1, 2, 0)).round()", "transpose(1, 2, 0))"),
+)
+
+LATE = [
+    *mutants_of(
+        "windows.py",
+        "test_ranks.py",
+        ("windows:a_rank_without_rewards_ends_the_run", "            if not self.forgiving:\n                raise", "            raise"),
+        ("windows:no_rewards_anywhere_are_fine", "                raise NoReward(told[0])", "                pass"),
+    ),
+    *mutants_of("memory.py", "test_memory.py", ("t5_in_float32", "and dtype == torch.bfloat16", "and False")),
+    *mutants_of("run.py", "test_ranks.py", ("run:a_folder_before_the_refusal", "checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)", "pass")),
+    *mutants_of("run.py", "test_train_families.py", ("run:evaluates_all_at_once", "\"chunk\": s.rollout_chunk or 128}\n    found", "\"chunk\": 128}\n    found")),
+    *mutants_of("settings.py", "test_train_families.py", ("settings:absent_parts_are_wanted", "torch_dtype=dtype, **absent)", "torch_dtype=dtype)")),
+    *mutants_of("models.py", "test_models.py", ("second_size_switches_checkpointing_off", "elif config is not None and getattr", "elif getattr")),
+]  # fmt: skip
 
 PLAN_MUTANTS = mutants_of(
     "memory.py",
@@ -1254,6 +1275,8 @@ MUTANTS = [
     *RANKS,
     *FAMILIES_MUTANTS,
     *PLAN_MUTANTS,
+    *PICTURES,
+    *LATE,
     *SCORER_MUTANTS,
     *EXECUTOR_MUTANTS,
 ]

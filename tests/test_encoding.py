@@ -56,16 +56,30 @@ def changed_vocabulary(pipe):
     pipe.tokenizer_2.add_tokens(["elephant"])
 
 
+def swapped_rows(pipe):
+    with torch.no_grad():
+        weight = next(iter(pipe.text_encoder_3.parameters()))
+        weight[[5, 7]] = weight[[7, 5]]
+
+
+def changed_normaliser(pipe):
+    from tokenizers.normalizers import Lowercase
+
+    pipe.tokenizer_2.backend_tokenizer.normalizer = Lowercase()
+
+
 @pytest.mark.parametrize(
     ("change", "options"),
     [
         (changed_weight, {}),
+        (swapped_rows, {}),
+        (changed_normaliser, {}),
         (changed_vocabulary, {}),
         (lambda pipe: pipe.transformer.to(torch.bfloat16), {}),
         (lambda pipe: None, {"max_sequence_length": 9}),
         (lambda pipe: None, {"negative_prompt": "a bird"}),
     ],
-    ids=["weight", "vocabulary", "dtype", "length", "negative"],
+    ids=["weight", "rows", "normaliser", "vocabulary", "dtype", "length", "negative"],
 )
 def test_what_was_encoded_otherwise_is_not_read(tmp_path, change, options):
     model_of(tiny.sd3(), embeddings=tmp_path).encode(PROMPTS[:1])
@@ -96,6 +110,24 @@ def test_images_are_kept_by_pixels_and_size(tmp_path):
     longer = from_pipeline(pipe, embeddings=tmp_path, **{**options, "lora": "default", "frames": 9})
     assert longer.encode(PROMPTS[:1], [image])["condition"].shape[2] == 3
     assert len(seen) == 2
+
+
+def test_images_are_what_is_seen_not_how_they_are_stored():
+    from PIL import Image
+
+    model = from_pipeline(
+        tiny_families.wan_i2v(), lora={"r": 2}, max_sequence_length=512, height=16, width=32, frames=5
+    )
+    one, two = (Image.new("P", (32, 16), 3) for _ in range(2))
+    one.putpalette([0, 0, 0, 9, 9, 9, 90, 90, 90, 200, 10, 10])
+    two.putpalette([0, 0, 0, 9, 9, 9, 90, 90, 90, 10, 10, 200])
+    first, second = (model.encode(PROMPTS[:1], [image])["condition"] for image in (one, two))
+    assert not torch.equal(first, second)
+    assert torch.equal(model.encode(PROMPTS[:1], [one.convert("RGB")])["condition"], first)
+    pixels = torch.from_numpy(np.array(one.convert("RGB"))).permute(2, 0, 1) / 255
+    for kind in (pixels.requires_grad_(True), pixels.detach().bfloat16()):
+        found = model.encode(PROMPTS[:1], [kind])["condition"]
+        torch.testing.assert_close(found, first, rtol=0.1, atol=0.1)
 
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -1444,3 +1444,18 @@ def test_an_rms_over_micro_batches_is_the_root_of_the_mean_square():
     whole, parts = (rows_of(start(toy_model(), art(), micro_batch=size), 2) for size in (None, 3))
     for a, b in zip(whole, parts, strict=True):
         assert a["drift_rms/update_2"] == pytest.approx(b["drift_rms/update_2"], rel=1e-4)
+
+
+def test_the_doctor_keeps_to_the_chunks_it_is_given():
+    model, rows = toy_model(), []
+
+    def watched(params, x_t, t, cond):
+        rows.append((torch.is_grad_enabled(), len(x_t)))
+        return model.velocity(params, x_t, t, cond)
+
+    watched_model = model._replace(velocity=watched)
+    options = {"group_size": 8, "steps": 4, "seed": 0, "iterations": 1}
+    report = diagnose(watched_model, art(), list(PROMPTS), toward_compass, micro_batch=2, rollout_chunk=3, **options)
+    assert report.ok, str(report)
+    assert max(n for grad, n in rows if not grad) == 3
+    assert max(n for grad, n in rows if grad) == 2 * 4  # two samples of four trained states

@@ -1,11 +1,14 @@
 """memory.py: every formula against the bytes of real tensors, and the published sizes of large models."""
 
+import json
+
 import pytest
 import tiny
 import tiny_families
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from diffrl.cli import main
 from diffrl.memory import (
@@ -192,3 +195,25 @@ def test_on_the_command_line(tmp_path, capsys):
     assert "too much" in capsys.readouterr().out
     assert main([*words[:-1], "6"]) == 2
     assert "frames must be 1 + a multiple of 4, got 6" in capsys.readouterr().err
+
+
+def test_transformers_keep_their_float32_parts_in_float16_alone():
+    class Part(nn.Module):
+        _keep_in_fp32_modules = ("wo",)
+
+        def __init__(self):
+            super().__init__()
+            self.wo = nn.Linear(2, 2, bias=False)
+
+    part = Part()
+    assert module_bytes(part, dtype=torch.bfloat16) == 16
+    Part.__module__ = "transformers.models.t5"
+    assert module_bytes(part, dtype=torch.bfloat16) == 8
+    assert module_bytes(part, dtype=torch.float16) == 16
+
+
+def test_a_part_that_is_not_installed_is_named(tmp_path):
+    index = {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderOfTomorrow"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="vae is AutoencoderOfTomorrow, which the installed diffusers does not have"):
+        empty_pipeline(tmp_path)

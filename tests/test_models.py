@@ -980,3 +980,9 @@ def test_importing_models_is_light():
     code = "import sys, diffrl.models; print([m for m in ('diffusers', 'peft', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+def test_a_second_size_leaves_the_first_ones_checkpointing_on():
+    pipe, _ = made(gradient_checkpointing=True)
+    from_pipeline(pipe, lora="default", height=16, width=16, max_sequence_length=8)
+    assert pipe.transformer.is_gradient_checkpointing

@@ -122,12 +122,17 @@ from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 ranks = torch_ranks()
+def only_north_and_east(points, prompts):
+    if set(prompts) & {{"south", "west"}}:
+        raise RuntimeError("cannot judge " + prompts[-1])
+    return toward_compass(points, prompts).float()
 def draft(params):
     return toy_model(dtype=torch.float64).velocity, params
 def run(algorithm, ranks, **options):
     model = toy_model(dtype=torch.float64)
     optimizer = torch.optim.Adam(list(model.params.values()), lr=0.05)
-    training = train(model, algorithm, PROMPTS, toward_compass, optimizer, group_size=8, seed=1, ranks=ranks, **{{"steps": 6, **options}})
+    reward = options.pop("reward", toward_compass)
+    training = train(model, algorithm, PROMPTS, reward, optimizer, group_size=8, seed=1, ranks=ranks, **{{"steps": 6, **options}})
     rows = list(itertools.islice(training, 3))
     return {{n: p.detach() for n, p in model.params.items()}}, rows
 found = {{}}
@@ -140,6 +145,7 @@ for name, make, options in (
     ("flow_grpo", a.flow_grpo, {{}}),
     ("nft", a.nft, {{}}),
     ("mix_grpo", a.mix_grpo, {{}}),
+    ("reward fails on one rank", a.art, {{"reward": only_north_and_east}}),
     ("flow_grpo_fast", a.flow_grpo_fast, {{"steps": 12}}),
     ("sol_rl", lambda: a.sol_rl(a.flow_grpo_fast(), draft=draft, pool=12, keep=4, draft_steps=3), {{"steps": 12}}),
 ):
@@ -152,6 +158,13 @@ for name, make, options in (
     found[name] = [gap, moved, metric, sorted(set(expected[-1]) ^ set(rows[-1]))]
     others = ranks.gathered({{n: p.tolist() for n, p in mine.items()}})
     assert others[0] == others[1], name
+def broken(points, prompts):
+    raise RuntimeError("no engine")
+try:
+    run(a.art(), ranks, reward=broken)
+    found["broken"] = "no error"
+except ValueError as error:
+    found["broken"] = str(error)
 here = a.art(trained_steps=lambda steps: range(2 + rank, 4 + rank))
 try:
     run(here, ranks)
@@ -205,18 +218,32 @@ def pair(tmp_path_factory):
         "mix_grpo",
         "flow_grpo_fast",
         "sol_rl",
+        "reward fails on one rank",
     ],
 )
 def test_two_processes_are_one(pair, name):
     gap, moved, metric, names = pair[name]
     assert moved > 1e-2
     assert gap < 1e-12
-    assert metric < 1e-6
+    assert metric < (1 if "fails" in name else 1e-6)  # a part with nothing to train tells a masked fraction of 0
     assert names == []
 
 
 def test_steps_of_each_ranks_own_are_refused(pair):
     assert "ranks took other steps" in pair["steps"]
+
+
+def test_a_reward_that_fails_everywhere_ends_every_rank(pair):
+    assert "raised for all" in pair["broken"]
+    assert "no engine" in pair["broken"]
+
+
+def test_prompts_that_cannot_be_dealt_leave_no_folder(tmp_path):
+    pipe = save_small_pipeline(tmp_path / "small")
+    s = Settings(**small_settings(pipe, prompts_per_iteration=3))
+    with refuses("3 prompts", "2 ranks"):
+        run(tmp_path / "run", s, pictures=False, ranks=alone._replace(size=2))
+    assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_start_apart_are_refused(pair):
@@ -270,7 +297,7 @@ def free_port():
 @pytest.mark.filterwarnings("ignore:.*groups have no spread")
 def test_a_command_on_two_ranks_is_the_command_on_one_and_goes_on(tmp_path):
     pipe = save_small_pipeline(tmp_path / "small")
-    settings = small_settings(pipe, iterations=3)
+    settings = small_settings(pipe, iterations=3, reward="small:reader")
     whole = run(tmp_path / "one", Settings(**settings), pictures=False)
     first = torchrun(*words(settings), "--output", str(tmp_path / "two"), "--iterations", "2", cwd=tmp_path)
     assert first.returncode == 0, first.stderr[-3000:]
@@ -280,6 +307,6 @@ def test_a_command_on_two_ranks_is_the_command_on_one_and_goes_on(tmp_path):
     _, rows = read_metrics(tmp_path / "two")
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     for mine, other in zip(rows, whole, strict=True):
-        for name in ("reward/mean", "loss", "grad_norm", "masked_fraction"):
+        for name in ("reward/mean", "reward/exact_match", "loss", "grad_norm", "masked_fraction"):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
     assert (tmp_path / "two" / "adapter" / "pytorch_lora_weights.safetensors").is_file()

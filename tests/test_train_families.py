@@ -1,5 +1,7 @@
 """`diffrl train --task prompts` on a saved tiny pipeline of every family: train, evaluate, draw, export, go on."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -60,9 +62,27 @@ def test_every_family_trains_from_its_folder(saved, tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_video_run_with_a_draft_and_every_parameter(saved, tmp_path):
-    run(tmp_path / "run", saved("wan", draft="policy", draft_steps=2, pool=6, lora_rank=0, iterations=1, audit_every=1))
+    run(tmp_path / "run", saved("wan", draft="policy", pool=6, draft_steps=1, lora_rank=0, iterations=1, audit_every=1))
     assert (tmp_path / "run" / "drafts.png").is_file()
     assert (tmp_path / "run" / "adapter" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_saved_without_an_encoder_and_the_chunks_of_evaluation(saved, tmp_path, monkeypatch):
+    s = saved("sd3", iterations=1, rollout_chunk=1, eval_samples=3)
+    tiny.sd3(with_t5=False).save_pretrained(tmp_path / "pipe")
+    s = replace(s, model=str(tmp_path / "pipe"))
+    bench, rows = build(s), []
+
+    def watched(params, x_t, t, cond):
+        rows.append(len(x_t))
+        return bench.model.velocity(params, x_t, t, cond)
+
+    monkeypatch.setattr("diffrl.run.build", lambda s: bench._replace(model=bench.model._replace(velocity=watched)))
+    run(tmp_path / "run", s)
+    assert max(rows[:6]) == 1  # the base's evaluation
+    evaluated = [n for n in rows if n != s.micro_batch]
+    assert set(evaluated) == {1}
 
 
 def test_what_does_not_go_together_is_refused(saved, tmp_path):
