@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test doctest lint mutants bench bench-quant notebooks figures ablations clean
+.PHONY: demo test test-ray doctest lint mutants bench bench-quant notebooks figures ablations clean
 
 # $(call install,EXTRA): install once per change of the pins or of pyproject.toml
 define install
@@ -20,8 +20,11 @@ $(foreach extra,demo test lint notebooks quant,$(eval $(call install,$(extra))))
 demo: $(VENV)/.demo  ## the main job: a text-to-image model learns to write from a real OCR engine
 	$(BIN)/diffrl train --task digits --algorithm art --output runs/demo --overwrite
 
-test: $(VENV)/.test  ## the whole test suite
+test: $(VENV)/.test  ## the test suite, all but whole runs on Ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-ray: $(VENV)/.test  ## whole runs on Ray: several actors each, minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/test_ray.py tests/test_ray_nodes.py
 
 doctest: $(VENV)/.test  ## the examples in the docstrings
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules diffrl
@@ -34,9 +37,12 @@ lint: $(VENV)/.lint $(VENV)/.test
 mutants: $(VENV)/.test  ## break the code in named ways; the suite must notice every one
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs 2
 
-bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm
+bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algorithm; packs; schedules, simulated and measured
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/algorithms.py
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/executors.py
 
 bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ compiler
 	$(BIN)/python benchmarks/quant.py

@@ -1,13 +1,14 @@
 """Refusals and dtype rules shared by every floor: bad input is refused first, in one place, by one ValueError that
 prints names, shapes and values; arithmetic is float32 or better."""
 
-import math
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from diffrl.numbers import require_count as require_count
+from diffrl.numbers import require_number as require_number
 
 
 class NoReward(ValueError):
@@ -64,32 +65,6 @@ def require_cond(cond: Any, b: int) -> None:
         if not isinstance(value, Tensor) or value.ndim < 1 or value.shape[0] != b:
             got = tuple(value.shape) if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
             raise ValueError(f"cond[{name!r}] must have leading axis {b}, got {got}")
-
-
-def require_number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, infinite=False
-) -> float:
-    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
-    finite = math.isfinite(number) or (infinite and number == math.inf)
-    if not finite or number < low or number > high or (open_low and number == low):
-        left, right = "(" if open_low or low == -math.inf else "[", "]" if infinite or high < math.inf else ")"
-        raise ValueError(f"{name} must be in {left}{low}, {high}{right}, got {value!r}")
-    return number
-
-
-def require_count(name: str, value: Any, *, low: int = 1) -> int:
-    """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
-    try:
-        count = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or count < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
-    return count
 
 
 def promote(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 EPILOG = """examples:
   diffrl train --task digits --algorithm art --output runs/demo
   diffrl train --resume runs/demo
+  diffrl train --task digits --engine ray --generators 1 --trainers 1 --fragments 4
   diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
   diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
   torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
@@ -52,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One option per field of Settings, with its default and help."""
     from diffrl.reward_names import FORMS
-    from diffrl.settings import ALGORITHMS, TASKS, Settings
+    from diffrl.settings import ALGORITHMS, ENGINES, TASKS, Settings
 
     helps = {
         "task": f"one of {', '.join(TASKS)}",
@@ -75,6 +76,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "eval_samples": "held-out samples per prompt",
         "checkpoint_every": "iterations between checkpoints",
         "micro_batch": "samples per backward pass; none: the whole window",
+        "pack": "states (sample, step) per backward pass; none: as many as the window or fragment has",
         "rollout_chunk": "samples per model call in the rollout; none: all",
         "draft": "Sol-RL: none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
         "pool": "Sol-RL: seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
@@ -89,6 +91,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "guidance_scale": "none: the task's own",
         "device": "where the model runs",
         "threads": "of torch and the OCR engine",
+        "engine": f"who runs the iterations, one of {', '.join(ENGINES)}",
+        "generators": "actors that sample (ray)",
+        "trainers": "ranks that train (ray)",
+        "fragments": "parts of a batch that are generated, scored and trained on their own (in_process, ray)",
+        "stale": "first fragments that may be generated under weights one iteration old (in_process, ray)",
     }
     for field in fields(Settings):
         default: Any = field.default

@@ -44,6 +44,7 @@ from diffrl.training_checks import (
     check_credit,
     check_optimizer,
     check_reward,
+    check_sizes,
     checked_groups,
     checked_prompts,
     checked_reference,
@@ -53,6 +54,7 @@ from diffrl.windows import (
     Score,
     encode,
     params_distance,
+    parts_of,
     prompts_of_iteration,
     reward_metrics,
     select_rows,
@@ -88,6 +90,7 @@ def train(
     start: int = 0,
     behaviour: Params | None = None,
     micro_batch: int | None = None,
+    pack: int | None = None,
     rollout_chunk: int | None = None,
     split: Split | None = None,
     reference: Params | None = None,
@@ -99,8 +102,8 @@ def train(
     model: `models.Model` or anything with its first six functions. steps: sampling steps. prompts_per_iteration: None =
     every prompt each time; else a function of (seed, i) alone. Seeds of samples: (seed, i, prompt, member). images: one
     per prompt, for image-to-video. start, behaviour: where a resumed run goes on (params and optimizer already loaded).
-    micro_batch: samples per backward (gradients equal to rounding, metrics are means over the parts); rollout_chunk: samples per
-    velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
+    micro_batch: samples per backward, or pack: states per backward, i.e. pairs (sample, trained step) (gradients equal to
+    rounding, metrics are means over the parts); rollout_chunk: samples per velocity call in the rollout. split: (g, k, updates) -> row indices per update, default `split_within_prompt`.
     reference: params that a KL or an anchor pulls toward; None: a copy of the first ones, which a resumed run must be given.
     before_iteration: called with the optimizer first (e.g. to reset its state: `lambda o: o.state.clear()`).
     ranks: of a process that is one of several (`ranks.torch_ranks()`); prompts_per_iteration counts those of all of them.
@@ -116,9 +119,7 @@ def train(
         grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
     g = checked_groups(prompts_per_iteration, len(prompts), ranks.size)
     check_algorithm(algorithm, group_size)
-    for name, size in (("micro_batch", micro_batch), ("rollout_chunk", rollout_chunk)):
-        if size is not None:
-            require_count(name, size)
+    check_sizes(micro_batch=micro_batch, pack=pack, rollout_chunk=rollout_chunk)
     check_optimizer(optimizer, model.params)
     require_same_start(ranks, model.params)
     check_reward(reward)
@@ -128,9 +129,8 @@ def train(
         algorithm.memory.reset()
     velocity = model.velocity if rollout_chunk is None else chunked(model.velocity, size=rollout_chunk)
     sampler = Gridded(velocity, model.times, steps, tuple(model.latent_shape()))
-    plan = _Plan(
-        prompts, images, g, group_size, seed, grad_clip, micro_batch, split or split_within_prompt, reference, ranks
-    )
+    how, split = (grad_clip, micro_batch, pack, ranks), split or split_within_prompt
+    plan = _Plan(prompts, images, g, group_size, seed, how, split, reference, ranks)
     return _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behaviour, before_iteration)
 
 
@@ -142,8 +142,7 @@ class _Plan(NamedTuple):
     g: int
     k: int
     seed: int
-    grad_clip: float | None
-    micro_batch: int | None
+    how: tuple[Any, ...]  # every update is made: grad_clip, micro_batch, pack, ranks
     split: Split
     reference: Params | None
     ranks: Ranks
@@ -181,8 +180,7 @@ def _iterations(model, algorithm, sampler, reward, optimizer, plan, start, behav
         parts = [window_of(batch, credit, rows, plan.reference) for rows in windows]
         updates = []
         for part in parts:  # 3. optimizer steps on disjoint windows of every group
-            how = plan.grad_clip, plan.micro_batch, plan.ranks
-            updates.append(update(algorithm.objective, model, optimizer, part, *how))
+            updates.append(update(algorithm.objective, model, optimizer, part, *plan.how))
             if algorithm.memory is not None:
                 algorithm.memory.advance()
         behaviour = algorithm.behaviour(rolled_out, model.params, (i + 1) * len(windows))  # 4. who rolls out next
@@ -201,26 +199,23 @@ def update(
     window: Window,
     grad_clip: float | None = 1.0,
     micro_batch: int | None = None,
+    pack: int | None = None,
     ranks: Ranks = alone,
 ) -> dict[str, float]:
     """One optimizer step on one window: masked mean of the objective, gradient norm clipped. Returns loss and metrics.
 
-    micro_batch: samples per backward; parts are weighted by their share of the window, so the gradient is the whole
-    window's, as it is where `ranks` share the rows. ValueError: a gradient that is not finite (nothing is stepped then).
+    micro_batch, pack: samples, or states, per backward (`windows.parts_of`, of this rank's rows); parts are weighted by
+    their share of the window, so the gradient is the whole window's, as it is where `ranks` share the rows. ValueError: a
+    gradient that is not finite (nothing is stepped then), an empty window.
     """
     for p in model.params.values():  # zero_grad, also of those that this optimizer does not step: they are in the norm
         p.grad = None
-    n = len(window.rewards)
-    if n == 0:
-        raise ValueError("an update's window is empty: split must give every update some rows")
     total = 0.0
-    told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the samples of the part that told it
+    told: dict[str, list[tuple[float, int]]] = {}  # each metric's values, with the size of the part that told it
     with torch.enable_grad():
-        mine = ranks.share(torch.arange(n))
-        for rows in mine.split(micro_batch or n) if len(mine) else ():
-            part = window if len(rows) == n else select_rows(window, rows)
+        for part, share, whole in parts_of(objective, window, micro_batch=micro_batch, pack=pack, ranks=ranks):
             loss, keep, metrics = objective(model.velocity, model.params, part)
-            value = masked_mean(loss, keep) * (len(rows) / n)
+            value = masked_mean(loss, keep) * (share / whole)
             if not value.requires_grad:
                 raise ValueError(
                     "the loss has no gradient: velocity or objective detaches it, or model.params do not require grad"
@@ -228,7 +223,7 @@ def update(
             value.backward()
             total += float(value.detach())
             for name, number in metrics.items():
-                told.setdefault(name, []).append((float(number), len(rows)))
+                told.setdefault(name, []).append((float(number), share))
     ranks.add(model.params)
     total, told = _over_ranks(ranks.gathered((total, told)))
     params = list(model.params.values())

@@ -91,6 +91,7 @@ def guided_regression(
         }
         return velocity_matching(v, target), loss_weights(window, inside & trained, s.rows), metrics
 
+    objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]
     return objective
 
 
@@ -158,6 +159,7 @@ def nft_regression(
             metrics["anchor"] = float(away.detach()[usable].mean())
         return values, loss_weights(window, rewarded[s.rows], s.rows), metrics
 
+    objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]
     return objective
 
 
@@ -227,4 +229,5 @@ def matching_ratio(
             metrics["kl_velocity"] = float(away.detach()[usable].mean())
         return values, loss_weights(window, rewarded[s.rows], s.rows), metrics
 
+    objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]
     return objective

@@ -1,4 +1,5 @@
-"""Pictures of a run: its curve, and what the same seeds drew before and after. matplotlib is imported when one is drawn."""
+"""Pictures of a run: its curve, what the same seeds drew before and after, who worked when. matplotlib is imported when one
+is drawn."""
 
 import math
 from collections import Counter
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from diffrl.checks import require_count
 from diffrl.contrast import average_ranks, rank_agreement, select_contrastive
+from diffrl.schedules import Trace
 
 INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2f855a"
 
@@ -281,3 +283,98 @@ def save_rank_scatter(
     _legend(axes[0], "lower right")
     figure.savefig(path)
     return Path(path)
+
+
+# ---- schedules --------------------------------------------------------------------------------------------------------
+
+COLOURS = {
+    "generate": BLUE,
+    "help": "#63b3ed",
+    "reward": GREEN,
+    "train": ORANGE,
+    "update": INK,
+    "publish": "#805ad5",
+    "switch": "#c53030",
+    "restore": "#e53e3e",
+}
+"""Of every kind of interval."""
+
+
+def lanes_of(trace: Trace) -> list[str]:
+    """The resources of a trace in the order of its lanes: the pools, then the reward workers by number.
+
+    >>> from diffrl.schedules import Interval
+    >>> lanes_of(Trace((Interval("reward/0", "reward", 0, 1, 0), Interval("trainer", "train", 1, 2, 0)), (2.0,)))
+    ['trainer', 'reward/0']
+    """
+    names = {interval.resource for interval in trace.intervals}
+    return sorted(names, key=lambda name: ("/" in name, len(name) if "/" in name else 0, name))
+
+
+def utilisation(trace: Trace) -> dict[str, float]:
+    """Busy share of every pool, 1 - idle/makespan; 0 where nothing took time.
+
+    >>> from diffrl.schedules import Interval
+    >>> utilisation(Trace((Interval("trainer", "train", 1, 2, 0),), (4.0,)))
+    {'generator': 0.0, 'trainer': 0.25}
+    """
+    if trace.makespan <= 0:
+        return dict.fromkeys(trace.idle, 0.0)
+    return {pool: 1 - idle / trace.makespan for pool, idle in trace.idle.items()}
+
+
+def gantt(trace: Trace | Mapping[str, Trace], *, path: str | Path | None = None, title: str = "") -> Any:
+    """One lane per resource, colour by kind, hatched where generated under older weights, a line at the end of each step.
+
+    trace: one, or several by name, drawn side by side on one scale of seconds, e.g. {"simulated": a, "measured": b}. Beside
+    a pool's name: its `utilisation`. path: where to save it. Returns the matplotlib figure. ValueError: no trace.
+    """
+    traces = dict(trace) if isinstance(trace, Mapping) else {"": trace}
+    if not traces or not all(isinstance(t, Trace) for t in traces.values()):
+        raise ValueError(f"gantt draws a Trace, or several by name, got {trace!r:.100}")
+    most = max(max(len(lanes_of(t)) for t in traces.values()), 1)
+    figure = _figure(6.5 * len(traces), 1.3 + 0.42 * most)
+    axes = figure.subplots(1, len(traces), squeeze=False)[0]
+    longest = max(max((i.end for i in t.intervals), default=0.0) for t in traces.values())
+    longest = max(longest, *(t.makespan for t in traces.values()))
+    shown: dict[str, Any] = {}
+    for axis, (name, one) in zip(axes, traces.items(), strict=True):
+        _style(axis, f"{name}  {one.makespan:.3g} s".strip(), "seconds")
+        shown |= _lanes(axis, one)
+        if longest > 0:
+            axis.set_xlim(0, 1.01 * longest)
+    if shown:
+        kinds = [kind for kind in (*COLOURS, "stale") if kind in shown]
+        figure.legend(
+            [shown[kind] for kind in kinds], kinds, loc="outside lower center", ncols=9, fontsize=8, frameon=False
+        )
+    if title:
+        figure.suptitle(title, fontsize=11, color=INK)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _lanes(axis: Any, trace: Trace) -> dict[str, Any]:
+    """Draw the intervals; the bars by kind, for the legend."""
+    lanes, used, staleness, shown = lanes_of(trace), utilisation(trace), trace.staleness, {}
+    for resource, kind, start, end, step, fragment, _ in trace.intervals:
+        stale = kind == "generate" and staleness.get((step, fragment), 0) > 0
+        bar = axis.barh(
+            lanes.index(resource),
+            end - start,
+            left=start,
+            height=0.72,
+            color=COLOURS[kind],
+            edgecolor="white",
+            linewidth=0.5,
+            hatch="////" if stale else None,
+        )
+        shown["stale" if stale else kind] = bar
+    for end in trace.ends:
+        axis.axvline(end, color=GREY, linewidth=0.9, linestyle="--")
+    labels = [f"{name} {used[name]:.0%}" if name in used else name for name in lanes]
+    axis.set_yticks(range(len(lanes)), labels)
+    axis.invert_yaxis()
+    axis.grid(False, axis="y")
+    return shown

@@ -192,6 +192,7 @@ def policy_gradient(
         metrics |= _output_grad(values, weight, v, s, usable)
         return values, weight, metrics
 
+    objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]
     return objective
 
 

@@ -30,6 +30,7 @@ import torch
 from diffrl.algorithms import live
 from diffrl.checks import require_count
 from diffrl.contrast import draft_rewards, select_contrastive
+from diffrl.engines import check_engine, engine_rows
 from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.ranks import Ranks, alone
@@ -177,6 +178,7 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) ->
         require_matplotlib()
     torch.set_num_threads(s.threads)
     bench = build(s)
+    check_engine(s, bench.algorithm, ranks=ranks.size)
     checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)  # before a folder is made
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
@@ -252,17 +254,27 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
 
     # `live` is left as it is: the loop spares it a copy of the params.
     algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    training = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
+    training: Any
+    if s.engine == "loop":
+        training = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
+    else:
+        off_policy = bench.algorithm.behaviour is not live
+        published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
+        training = engine_rows(
+            s, bench, optimizer, start=start, behaviour=behaviour, reference=initial, published=published
+        )
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
     )
     bar = None if progress is None else progress(total=s.iterations, initial=start)
-    with _graceful_interrupt() as noted, (folder / "metrics.jsonl").open("a") as file:
+    opened = (folder / "metrics.jsonl").open("a")
+    with _graceful_interrupt() as noted, opened as file, contextlib.closing(training):
         latest = next((r["eval/exact_match"] for r in reversed([*rows, base]) if "eval/exact_match" in r), None)
         for i in range(start, s.iterations):
             row: dict[str, Any] = next(training)
             each = ranks.gathered((bench.reward.exact, bool(noted)))  # `_follow` asks at the same point
             exact = [e for e, _ in each if e == e]
+            exact = exact if s.engine == "loop" else []  # the last call of an engine's reward saw a fragment
             row["reward/exact_match"] = sum(exact) / len(exact) if exact else float("nan")
             last = i == s.iterations - 1
             if i == 0:  # where the first is the last, its own evaluation takes the names
@@ -305,6 +317,7 @@ def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) 
         seed=s.seed,
         prompts_per_iteration=s.prompts_per_iteration,
         micro_batch=s.micro_batch,
+        pack=s.pack,
         rollout_chunk=s.rollout_chunk,
         images=bench.images,
         ranks=ranks,
@@ -321,6 +334,7 @@ def _follow(
     assert s is not None
     torch.set_num_threads(s.threads)
     bench, start, behaviour = build(s), 0, None
+    check_engine(s, bench.algorithm, ranks=ranks.size)
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
     if resume and (folder / "checkpoint" / "checkpoint.json").exists():

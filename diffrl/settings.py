@@ -35,6 +35,7 @@ PASSED_ON: dict[str, Callable[..., Algorithm]] = {
 }
 """Factories whose other keywords are those of another."""
 TASKS = ("digits", "prompts")
+ENGINES = ("loop", "in_process", "ray")
 DRAFTS: dict[str, Callable[[Tensor], Tensor] | None] = {
     "none": None,
     "policy": None,
@@ -69,6 +70,7 @@ class Settings:
     eval_samples: int = 4
     checkpoint_every: int = 5
     micro_batch: int | None = None
+    pack: int | None = None
     rollout_chunk: int | None = None
     draft: str = "none"
     pool: int = 96
@@ -83,6 +85,11 @@ class Settings:
     guidance_scale: float | None = None
     device: str = "cpu"
     threads: int = 2
+    engine: str = "loop"
+    generators: int = 1
+    trainers: int = 1
+    fragments: int = 1
+    stale: int = 0
 
 
 def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None]:
@@ -119,16 +126,23 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
 def check_settings(s: Settings) -> None:
     """One ValueError naming the option and its value for the first setting that cannot be."""
-    for name, known in (("task", TASKS), ("algorithm", tuple(ALGORITHMS)), ("draft", tuple(DRAFTS))):
+    for name, known in (
+        ("task", TASKS),
+        ("algorithm", tuple(ALGORITHMS)),
+        ("draft", tuple(DRAFTS)),
+        ("engine", ENGINES),
+    ):
         value = getattr(s, name)
         if value not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
     require_count("--lora-rank", s.lora_rank, low=0)
     for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
-    for name in ("eval_samples", "checkpoint_every", "threads"):
+    for name in ("eval_samples", "checkpoint_every", "threads", "generators", "trainers", "fragments"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
-    for name in ("micro_batch", "rollout_chunk", "height", "width", "frames"):
+    require_count("--stale", s.stale, low=0)
+    _check_engine(s)
+    for name in ("micro_batch", "pack", "rollout_chunk", "height", "width", "frames"):
         if getattr(s, name) is not None:
             require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--group-size", s.group_size, low=2)
@@ -147,6 +161,23 @@ def check_settings(s: Settings) -> None:
         torch.empty(0, device=s.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {s.device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _check_engine(s: Settings) -> None:
+    """ValueError: an option that the engine does not have."""
+    theirs: dict[str, tuple[str, ...]] = {
+        "loop": ("micro_batch", "rollout_chunk"),
+        "in_process": ("fragments", "stale"),
+    }
+    theirs["ray"] = (*theirs["in_process"], "generators", "trainers")
+    for name in {name for names in theirs.values() for name in names} - set(theirs[s.engine]):
+        if getattr(s, name) != getattr(Settings, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(s, name)}: --engine {s.engine} has none; it belongs to "
+                f"{', '.join(engine for engine, names in theirs.items() if name in names)}"
+            )
+    if s.stale > s.fragments:
+        raise ValueError(f"--stale {s.stale} must be at most --fragments {s.fragments}")
 
 
 def _check_draft(s: Settings) -> None:

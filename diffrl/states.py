@@ -34,19 +34,13 @@ class States(NamedTuple):
 
 def window_states(window: Window, *, steps_per_sample: StepsPerSample = None) -> States:
     """Every kept step of every sample of the window, or a seeded random `steps_per_sample` of them per trajectory (a
-    number, or a function of how many are kept)."""
+    number, or a function of how many are kept); of `window.pairs`, where it is given, exactly those."""
     tr = window.trajectory
-    b, s = tr.std.shape
-    size = steps_per_sample(s) if callable(steps_per_sample) else steps_per_sample
-    require_steps_per_sample(size)
-    if size is None or size == s:
-        columns = repeat(torch.arange(s, device=tr.t.device), "s -> b s", b=b)
-    elif tr.seeds is None:
-        raise ValueError("a random subset of steps per trajectory needs a trajectory with seeds")
+    if window.pairs is None:
+        pairs = trained_pairs(window, steps_per_sample=steps_per_sample)
     else:
-        columns = subset_of_steps(tr.seeds, s, size)
-    columns = rearrange(columns, "b s -> (b s)")
-    rows = torch.arange(b, device=columns.device).repeat_interleave(len(columns) // max(b, 1))
+        pairs = _checked_pairs(window.pairs, tuple(tr.std.shape)).to(tr.t.device)
+    rows, columns = pairs.unbind(1)
     pick = {name: getattr(tr, name)[rows, columns] for name in ("x_t", "x_next", "v", "std", "log_prob")}
     cond = {name: value[rows.to(value.device)] for name, value in window.cond.items()}
     return States(
@@ -62,6 +56,36 @@ def window_states(window: Window, *, steps_per_sample: StepsPerSample = None) ->
         columns=columns,
         x_0=tr.x_0[rows],
     )
+
+
+def trained_pairs(window: Window, *, steps_per_sample: StepsPerSample = None) -> Int[Tensor, " w 2"]:
+    """(row, column) of every state that an objective with these steps_per_sample trains, sample-major; whatever
+    `window.pairs` says."""
+    tr = window.trajectory
+    b, s = tr.std.shape
+    size = steps_per_sample(s) if callable(steps_per_sample) else steps_per_sample
+    require_steps_per_sample(size)
+    if size is None or size == s:
+        columns = repeat(torch.arange(s, device=tr.t.device), "s -> b s", b=b)
+    elif tr.seeds is None:
+        raise ValueError("a random subset of steps per trajectory needs a trajectory with seeds")
+    else:
+        columns = subset_of_steps(tr.seeds, s, size)
+    columns = rearrange(columns, "b s -> (b s)")
+    rows = torch.arange(b, device=columns.device).repeat_interleave(len(columns) // max(b, 1))
+    return torch.stack([rows, columns], dim=1)
+
+
+def _checked_pairs(pairs: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """ValueError unless (row, column) integers inside `shape`, one at least, none twice."""
+    good = isinstance(pairs, Tensor) and pairs.ndim == 2 and pairs.shape[1:] == (2,) and len(pairs) > 0
+    if not good or pairs.is_floating_point() or pairs.dtype == torch.bool:
+        raise ValueError(f"window.pairs must be integers (w, 2), w > 0, got {pairs!r:.100}")
+    if bool((pairs < 0).any()) or bool((pairs >= torch.tensor(shape, device=pairs.device)).any()):
+        raise ValueError(f"window.pairs must be (row, column) inside {shape}, got {pairs.tolist()!r:.100}")
+    if len(pairs.unique(dim=0)) != len(pairs):
+        raise ValueError(f"window.pairs holds a state twice: {pairs.tolist()!r:.100}")
+    return pairs
 
 
 def finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool[Tensor, " w"]]:

@@ -39,6 +39,17 @@ def checked_groups(per_iteration: int | None, prompts: int, ranks: int) -> int:
     return g
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """ValueError unless each is None or a count, and micro_batch and pack are not both given: one counts samples, one states."""
+    for name, size in sizes.items():
+        if size is not None:
+            require_count(name, size)
+    if sizes.get("micro_batch") is not None and sizes.get("pack") is not None:
+        raise ValueError(
+            f"micro_batch={sizes['micro_batch']} counts samples and pack={sizes['pack']} states: give one of them"
+        )
+
+
 def check_reward(reward: Any) -> None:
     """ValueError unless the reward can be called."""
     if not callable(reward):

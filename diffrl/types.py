@@ -96,13 +96,17 @@ class Batch(NamedTuple):
 
 class Window(NamedTuple):
     """The rows of a Batch that one optimizer step sees: everything with one row per sample, and the reference params
-    (a snapshot of the policy that training started from) where the algorithm asks for them."""
+    (a snapshot of the policy that training started from) where the algorithm asks for them.
+
+    pairs: the (row, kept step) states that one forward sees, where several forwards share the step (time-step packing);
+    None: all that the objective trains."""
 
     trajectory: Trajectory
     rewards: Float[Tensor, " b"]
     cond: Cond
     credit: Mapping[str, Tensor]
     reference: Params | None = None
+    pairs: Int[Tensor, " w 2"] | None = None
 
 
 Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor, Metrics]]

@@ -1,7 +1,7 @@
 """Around an algorithm: which prompts and rows an optimizer step sees, and how images become rewards."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from diffrl.checks import NoReward, require_cond
 from diffrl.guidance import dead_groups
-from diffrl.types import Batch, Cond, Params, Reward, Trajectory, Window
+from diffrl.partitions import even_runs
+from diffrl.ranks import Ranks, alone
+from diffrl.states import trained_pairs
+from diffrl.types import Batch, Cond, Objective, Params, Reward, Trajectory, Window
 
 
 def prompts_of_iteration(seed: int, i: int, n: int, g: int) -> list[int]:
@@ -61,6 +64,45 @@ def select_rows(window: Window, rows: Tensor) -> Window:
         credit={name: value[rows.to(value.device)] for name, value in window.credit.items()},
         reference=window.reference,
     )
+
+
+def parts_of(
+    objective: Objective,
+    window: Window,
+    *,
+    micro_batch: int | None = None,
+    pack: int | None = None,
+    ranks: Ranks = alone,
+) -> Iterator[tuple[Window, int, int]]:
+    """(part, its share, of how much): what each forward-backward of one optimizer step sees; the shares add up,
+    over the ranks where several share the rows (each cuts its own block of them; a rank without rows has no parts).
+
+    micro_batch: samples per part, each with all its trained steps. pack: states, i.e. (sample, step) pairs, per part:
+    ceil(states/pack) parts whose sizes differ by at most one (time-step packing; the sum over parts of share-weighted means
+    is the mean over the window). Neither: the whole window. ValueError: both; pack for an objective that does not say
+    which states it trains (`objective.steps_per_sample`, as those of this library do); an empty window.
+    """
+    n = len(window.rewards)
+    if n == 0:
+        raise ValueError("an update's window is empty: split must give every update some rows")
+    mine = ranks.share(torch.arange(n))
+    if not len(mine):
+        return
+    if pack is None:
+        for rows in mine.split(micro_batch or n):
+            yield window if len(rows) == n else select_rows(window, rows), len(rows), n
+        return
+    if micro_batch is not None:
+        raise ValueError(f"micro_batch={micro_batch} counts samples and pack={pack} states: give one of them")
+    if not hasattr(objective, "steps_per_sample"):
+        raise ValueError(
+            f"pack={pack} needs to know which states {objective!r:.80} trains: set its attribute steps_per_sample (None: all kept steps)"
+        )
+    own = window if len(mine) == n else select_rows(window, mine)
+    pairs = trained_pairs(own, steps_per_sample=objective.steps_per_sample)
+    runs, whole = even_runs(len(pairs), -(-len(pairs) // pack)), len(pairs) // len(mine) * n
+    for run in runs:
+        yield own if len(runs) == 1 else own._replace(pairs=pairs[run.start : run.stop]), len(run), whole
 
 
 def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:

@@ -18,9 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 
 FLOORS = {
-    **dict.fromkeys(("version", "types", "checks"), 0),
+    **dict.fromkeys(("version", "types", "checks", "numbers"), 0),
     **dict.fromkeys(("kernels", "sampling", "guidance", "losses", "parallel"), 1),
     **dict.fromkeys(("directions", "conflicts", "diversity", "fp4", "ranks"), 1),
+    **dict.fromkeys(("schedules", "partitions", "costs", "simulation", "lending", "presets"), 1),
     **dict.fromkeys(("quant", "contrast", "trust_region", "rewards", "models", "families"), 2),
     **dict.fromkeys(("family", "families_image", "families_video", "encoding", "memory"), 2),
     **dict.fromkeys(("reward_rows", "reward_tools", "scorers", "scorer_weights", "objects"), 2),
@@ -55,6 +56,7 @@ FLOORS = {
         ),
         4,
     ),
+    **dict.fromkeys(("stages", "trainers", "backends", "conductor", "ray_backend", "engines"), 4),
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
@@ -204,7 +206,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server"
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server, diffrl.parallel"
 
 
 def test_importing_the_library_loads_nothing_heavy():

@@ -10,13 +10,18 @@ import pytest
 import torch
 from PIL import Image
 
+from diffrl.parallel import CostModel, Interval, Pool, Schedule, Trace, TrainCost, gap_partition, simulate
 from diffrl.plots import (
+    COLOURS,
+    gantt,
+    lanes_of,
     require_matplotlib,
     save_before_after,
     save_curve,
     save_draft_pairs,
     save_grid,
     save_rank_scatter,
+    utilisation,
 )
 
 
@@ -182,6 +187,95 @@ def test_a_grid_holds_every_picture(tmp_path):
 def test_a_grid_of_nothing_or_of_other_lengths_is_refused(tmp_path, images, captions):
     with pytest.raises(ValueError, match=r"\d images, .* captions"):
         save_grid(tmp_path / "g.png", images, captions=captions)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- who worked when
+
+
+def played(**changed):
+    cost = CostModel(1.0, TrainCost(0.0, 1.0), Pool(1), Pool(1), helper=1, reward=0.5, optimizer=0.5)
+    return simulate(Schedule(gap_partition(2, 2, fragments=4), 2, **changed), cost, steps=2)
+
+
+def bars_of(figure):
+    """[(lane, start, length, colour, hatch)] of each panel."""
+    from matplotlib.colors import to_hex
+
+    return [
+        [
+            (
+                round(bar.get_y() + bar.get_height() / 2),
+                bar.get_x(),
+                bar.get_width(),
+                to_hex(bar.get_facecolor()),
+                bar.get_hatch(),
+            )
+            for bar in axis.patches
+        ]
+        for axis in figure.axes
+    ]
+
+
+def test_gantt_draws_every_interval_in_its_lane(tmp_path):
+    trace = played()
+    figure = gantt(trace, path=tmp_path / "g.png", title="a schedule")
+    assert pixels(tmp_path / "g.png").std() > 5
+    (bars,) = bars_of(figure)
+    expected = [
+        (lanes_of(trace).index(i.resource), i.start, i.end - i.start, COLOURS[i.kind], None) for i in trace.intervals
+    ]
+    assert sorted(bars, key=str) == sorted(expected, key=str)
+    axis = figure.axes[0]
+    assert [line.get_xdata()[0] for line in axis.get_lines()] == list(trace.ends)
+    used = utilisation(trace)
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert labels[:2] == [f"generator {used['generator']:.0%}", f"trainer {used['trainer']:.0%}"]
+    assert labels[2:] == [name for name in lanes_of(trace) if name.startswith("reward/")]
+
+
+def test_gantt_shows_two_traces_on_one_scale():
+    short, long = played(), played(barrier=True)
+    figure = gantt({"simulated": short, "measured": long})
+    left, right = figure.axes
+    assert left.get_xlim() == right.get_xlim()
+    assert left.get_xlim()[1] >= long.makespan > short.makespan
+    assert ("simulated" in left.get_title(loc="left"), "measured" in right.get_title(loc="left")) == (True, True)
+    assert [len(bars) for bars in bars_of(figure)] == [len(short.intervals), len(long.intervals)]
+
+
+def test_gantt_hatches_what_was_generated_under_older_weights():
+    trace = played(stale=1)
+    assert set(trace.staleness.values()) == {0, 1}
+    (bars,) = bars_of(gantt(trace))
+    stale = {i.start for i in trace.intervals if i.kind == "generate" and trace.staleness[i.step, i.fragment]}
+    assert {start for _, start, _, _, hatch in bars if hatch} == stale != set()
+
+
+def test_control_on_policy_nothing_is_hatched():
+    (bars,) = bars_of(gantt(played()))
+    assert not any(hatch for *_, hatch in bars)
+
+
+def test_utilisation_is_what_is_not_idle():
+    trace = played()
+    busy = {
+        pool: sum(i.end - i.start for i in trace.intervals if i.resource == pool) for pool in ("generator", "trainer")
+    }
+    assert utilisation(trace) == pytest.approx({pool: b / trace.makespan for pool, b in busy.items()})
+    assert utilisation(Trace((), (0.0,))) == {"generator": 0.0, "trainer": 0.0}
+
+
+def test_lanes_are_the_pools_then_the_reward_workers_by_number():
+    names = ["reward/10", "reward/9", "trainer", "generator"]
+    trace = Trace(tuple(Interval(name, "reward", 0.0, 1.0, 0) for name in names), (1.0,))
+    assert lanes_of(trace) == ["generator", "trainer", "reward/9", "reward/10"]
+
+
+@pytest.mark.parametrize("given", [{}, None, {"a": "trace"}, [played()]])
+def test_gantt_of_anything_but_traces_is_refused_and_nothing_written(tmp_path, given):
+    with pytest.raises(ValueError, match="gantt draws a Trace"):
+        gantt(given, path=tmp_path / "g.png")
     assert not list(tmp_path.iterdir())
 
 

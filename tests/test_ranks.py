@@ -139,6 +139,8 @@ found = {{}}
 for name, make, options in (
     ("art", a.art, {{}}),
     ("art in parts", a.art, {{"micro_batch": 3}}),
+    ("art in packs", a.art, {{"pack": 5}}),
+    ("nft in packs", a.nft, {{"pack": 7}}),
     ("two prompts", a.art, {{"prompts_per_iteration": 2}}),
     ("flow_grpo", a.flow_grpo, {{}}),
     ("nft", a.nft, {{}}),
@@ -208,6 +210,8 @@ def pair(tmp_path_factory):
     [
         "art",
         "art in parts",
+        "art in packs",
+        "nft in packs",
         "two prompts",
         "flow_grpo",
         "nft",

@@ -96,6 +96,14 @@ BAD = [
     ("radius", -1e-5, "--radius.*-1e-05"),
     ("trained_steps", "random:9", "--trained-steps.*'random:9'"),
     ("device", "abacus", "--device 'abacus'"),
+    ("pack", 0, "--pack.*0"),
+    ("engine", "steam", "--engine.*loop, in_process, ray.*'steam'"),
+    ("generators", 0, "--generators.*0"),
+    ("trainers", 0, "--trainers.*0"),
+    ("fragments", 0, "--fragments.*0"),
+    ("stale", -1, "--stale.*-1"),
+    ("fragments", 2, "--fragments 2: --engine loop has none; it belongs to in_process, ray"),
+    ("trainers", 2, "--trainers 2: --engine loop has none; it belongs to ray"),
 ]
 
 

@@ -14,6 +14,7 @@ from diffrl.training_checks import (
     check_credit,
     check_optimizer,
     check_reward,
+    check_sizes,
     checked_groups,
     checked_prompts,
     checked_reference,
@@ -40,6 +41,18 @@ def test_groups_are_all_prompts_or_as_many_as_asked_for():
     ):
         with refuses(said):
             checked_groups(asked, 6, ranks)
+
+
+def test_sizes_are_counts_and_samples_or_states():
+    check_sizes(micro_batch=None, pack=None, rollout_chunk=None)
+    check_sizes(micro_batch=2, pack=None, rollout_chunk=3)
+    check_sizes(pack=2)
+    with refuses("rollout_chunk", "0"):
+        check_sizes(rollout_chunk=0)
+    with refuses("pack", "1.5"):
+        check_sizes(micro_batch=None, pack=1.5)
+    with refuses("micro_batch=2 counts samples and pack=3 states"):
+        check_sizes(micro_batch=2, pack=3)
 
 
 def test_control_what_is_right_is_accepted():

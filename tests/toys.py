@@ -69,3 +69,16 @@ def toy_run(**changed: Any) -> tuple[Model, list[dict[str, float]]]:
     """A trained toy and its metrics: options of `start`, and iterations=, model=."""
     iterations, model = changed.pop("iterations", 4), changed.pop("model", None) or toy_model()
     return model, rows_of(start(model, changed.pop("algorithm", None), **changed), iterations)
+
+
+def wide(algorithm):
+    """The algorithm with everything it collected in float64 (the library's noise is float32)."""
+
+    def collect(*args):
+        batch = algorithm.collect(*args)
+        kept = batch.trajectory._asdict()
+        return batch._replace(
+            trajectory=batch.trajectory._replace(**{n: x.double() for n, x in kept.items() if n != "seeds"})
+        )
+
+    return algorithm._replace(collect=collect)

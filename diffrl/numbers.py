@@ -1,0 +1,31 @@
+"""Refusals of plain numbers, without torch: what `checks` says about tensors, said about counts and seconds."""
+
+import math
+import operator
+from typing import Any
+
+
+def require_number(
+    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, infinite=False
+) -> float:
+    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    finite = math.isfinite(number) or (infinite and number == math.inf)
+    if not finite or number < low or number > high or (open_low and number == low):
+        left, right = "(" if open_low or low == -math.inf else "[", "]" if infinite or high < math.inf else ")"
+        raise ValueError(f"{name} must be in {left}{low}, {high}{right}, got {value!r}")
+    return number
+
+
+def require_count(name: str, value: Any, *, low: int = 1) -> int:
+    """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+    return count
