@@ -604,7 +604,6 @@ BASELINES = [
         ("rewards:weights_by_position", "given[n]) for n in rewards)", "w) for n, w in zip(rewards, given.values()))"),
         ("rewards:weights_ignored", "parts @ torch.tensor(self.weights, dtype", "parts @ torch.ones(len(self.weights), dtype"),
         ("rewards:some_part_is_enough", "torch.isfinite(parts).all(1), total", "torch.isfinite(parts).any(1), total"),
-        ("rewards:sum_in_single_precision", "torch.stack(promote(*each), dim=1)", "torch.stack([values.float() for values in each], dim=1)"),
         ("rewards:weights_of_some", "weights.keys() != rewards.keys()", "weights.keys() - rewards.keys()"),
     ),
     *mutants_of(
