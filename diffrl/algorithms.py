@@ -142,13 +142,16 @@ def live(behaviour: Params, params: Params, i: int) -> Params:
     return params
 
 
-def lagging(decay: Callable[[int], float]) -> Callable[[Params, Params, int], Params]:
+def lagging(decay: Callable[[int], float], *, device: Any = None) -> Callable[[Params, Params, int], Params]:
     """old <- decay(i) old + (1 - decay(i)) params, i optimizer steps so far: DiffusionNFT's behaviour policy.
 
-    decay: e.g. `slow_decay`, `ocr_decay`, or a constant `lambda i: .9`.
+    decay: e.g. `slow_decay`, `ocr_decay`, or a constant `lambda i: .9`. device: where the average is kept, e.g. "cpu" for a
+    fully trained model; a velocity moves it where it is needed, one call at a time. None: where the params are.
     """
 
     def behaviour(old: Params, params: Params, i: int) -> Params:
+        if device is not None:
+            old, params = ({name: p.detach().to(device) for name, p in each.items()} for each in (old, params))
         return ema(old, params, decay=decay(i))
 
     return behaviour

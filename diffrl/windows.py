@@ -228,5 +228,6 @@ def params_distance(a: Params, b: Params) -> float:
     """sqrt(mean over all numbers of (a - b)^2): 0 when the behaviour policy is the live one."""
     if a is b:
         return 0.0
-    total = sum(float((a[name].detach().double() - b[name].detach().double()).square().sum()) for name in b)
+    pairs = [(a[name].detach().to(p.device).double(), p.detach().double()) for name, p in b.items()]
+    total = sum(float((x - y).square().sum()) for x, y in pairs)
     return (total / max(sum(p.numel() for p in b.values()), 1)) ** 0.5

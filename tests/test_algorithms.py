@@ -25,6 +25,7 @@ from diffrl.algorithms import (
     covariance_credit,
     guidance_force,
     guided_regression,
+    lagging,
     live,
     net_force,
     noisiest,
@@ -605,3 +606,13 @@ def test_steps_per_sample_is_a_count(size):
 def test_no_trained_step_at_all_is_refused():
     with pytest.raises(ValueError, match="trained_steps"):
         toy_batch(art(trained_steps=lambda steps: []), torch.rand(2, 4))
+
+
+def test_an_average_may_be_kept_on_another_device():
+    old, new = ({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 6.0], requires_grad=True)})
+    plain, cpu = (lagging(lambda i: 0.25, device=device)(old, new, 1)["a"] for device in (None, "cpu"))
+    assert torch.equal(plain, cpu)
+    assert torch.equal(plain, torch.tensor([2.5, 5.0]))
+    kept = lagging(lambda i: 0.25, device="meta")(old, new, 1)["a"]  # a device that is not here, and holds nothing
+    assert kept.is_meta
+    assert not kept.requires_grad
