@@ -278,7 +278,8 @@ def two_stage_rollout(
         raise ValueError(f"reward and decode must be functions, got {reward!r} and {decode!r}")
 
     def score(x_0: Tensor, rows: Tensor) -> Any:
-        return reward(decode(x_0), [prompts[i] for i in rows.tolist()])
+        given = x_0.clone()  # decode or the reward may write into what they are given; `windows.Score` copies too
+        return reward(decode(given), [prompts[i] for i in rows.tolist()])
 
     proxy = draft_rewards(draft_velocity, draft_params, cond, seeds, score, times=draft_times, shape=shape, chunk=chunk)
     columns = select_contrastive(proxy, keep=keep)
@@ -320,7 +321,7 @@ def _rendered(velocity, params, cond, seeds, score, times, shape, chunk, **how):
         own = {name: value[rows.to(value.device)] for name, value in cond.items()}
         walked = rollout(velocity, params, own, times, seeds=part, shape=shape, **how)
         try:
-            rewards = score(walked.x_0.clone(), rows)  # decode or the reward may write into what they are given
+            rewards = score(walked.x_0, rows)
             scored += 1
         except NoReward as error:  # a chunk without a reward is no run without one
             rewards, failure = torch.full((len(part),), math.nan), error

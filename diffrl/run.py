@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,7 @@ from diffrl.algorithms import live
 from diffrl.checks import require_count
 from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.engines import check_engine, engine_rows
-from diffrl.loop import load_checkpoint, restore_checkpoint, save_checkpoint, train
+from diffrl.loop import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint, train
 from diffrl.plots import require_matplotlib
 from diffrl.ranks import Ranks, alone
 from diffrl.sampling import chunked, rollout, sample_seeds
@@ -166,13 +166,31 @@ def run(
         return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures, ranks)
 
 
-def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) -> list[dict[str, Any]]:
+class _Begun(NamedTuple):
+    """What a run is before anything is written: everything is built, a checkpoint is read but not restored."""
+
+    s: Settings
+    rows: list[dict[str, Any]]
+    bench: Bench
+    optimizer: torch.optim.Optimizer
+    initial: Params
+    checkpoint: Checkpoint | None
+    start: int
+
+    def restore(self) -> Params | None:
+        """The behaviour params of the checkpoint, the live ones and the optimizer put back; None where there is none."""
+        if self.checkpoint is None:
+            return None
+        return restore_checkpoint(self.checkpoint, params=self.bench.model.params, optimizer=self.optimizer)
+
+
+def _begun(
+    folder: Path, s: Settings | None, resume: bool, iterations: int | None, ranks: Ranks, *, pictures: bool
+) -> _Begun:
     rows: list[dict[str, Any]] = []
     if resume:
         s, rows = read_metrics(folder)
         s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
-    else:
-        refuse_folder(folder, overwrite=overwrite)
     assert s is not None
     if pictures:
         require_matplotlib()
@@ -182,18 +200,23 @@ def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) ->
     checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)  # before a folder is made
     optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
     initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
-    start, behaviour = 0, None
-    checkpoint = None
-    if resume and (folder / "checkpoint" / "checkpoint.json").exists():
-        checkpoint = load_checkpoint(folder / "checkpoint")
-        _same_run(checkpoint.settings, s)
-        start = checkpoint.iteration
-        if start > s.iterations:
-            raise ValueError(f"--iterations {s.iterations}: the run in {str(folder)!r} already has {start}")
+    if not resume or not (folder / "checkpoint" / "checkpoint.json").exists():
+        return _Begun(s, rows, bench, optimizer, initial, None, 0)
+    checkpoint = load_checkpoint(folder / "checkpoint")
+    _same_run(checkpoint.settings, s)
+    if checkpoint.iteration > s.iterations:
+        raise ValueError(f"--iterations {s.iterations}: the run in {str(folder)!r} already has {checkpoint.iteration}")
+    return _Begun(s, rows, bench, optimizer, initial, checkpoint, checkpoint.iteration)
+
+
+def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) -> list[dict[str, Any]]:
+    if not resume:
+        refuse_folder(folder, overwrite=overwrite)
+    begun = _begun(folder, s, resume, iterations, ranks, pictures=pictures)
+    s, rows, bench, optimizer, initial, _, start = begun
     # Before anything is written: a reward that cannot be used is found out here.
     base: dict[str, Any] = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else {}
-    if checkpoint is not None:
-        behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
+    behaviour = begun.restore()
     if not resume:
         prepare_folder(folder, s, overwrite=overwrite)
     with contextlib.nullcontext() if resume else _alone(folder):
@@ -328,21 +351,9 @@ def _follow(
     folder: Path, s: Settings | None, resume: bool, iterations: int | None, ranks: Ranks
 ) -> list[dict[str, Any]]:
     """The same iterations on a rank that writes nothing; returns no rows."""
-    if resume:
-        s, _ = read_metrics(folder)
-        s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
-    assert s is not None
-    torch.set_num_threads(s.threads)
-    bench, start, behaviour = build(s), 0, None
-    check_engine(s, bench.algorithm, ranks=ranks.size)
-    optimizer = torch.optim.AdamW(list(bench.model.params.values()), lr=s.learning_rate, weight_decay=0.0)
-    initial = {name: p.detach().clone() for name, p in bench.model.params.items()}
-    if resume and (folder / "checkpoint" / "checkpoint.json").exists():
-        checkpoint = load_checkpoint(folder / "checkpoint")
-        _same_run(checkpoint.settings, s)
-        start = checkpoint.iteration
-        behaviour = restore_checkpoint(checkpoint, params=bench.model.params, optimizer=optimizer)
-    training = _training(s, bench, bench.algorithm, optimizer, start, behaviour, initial, ranks)
+    begun = _begun(folder, s, resume, iterations, ranks, pictures=False)
+    s, _, bench, optimizer, initial, _, start = begun
+    training = _training(s, bench, bench.algorithm, optimizer, start, begun.restore(), initial, ranks)
     with _graceful_interrupt() as noted:
         for i in range(start, s.iterations):
             next(training)

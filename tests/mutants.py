@@ -789,7 +789,7 @@ QUANT = [
         ("cache_renders_twice", "if key not in self.kept)", "if True)"),
         ("chunk_without_a_reward_ends_the_run", "except NoReward as error:", "except ZeroDivisionError as error:"),
         ("chunks_all_without_a_reward_are_fine", "if failure is not None and not scored:", "if False:"),
-        ("reward_writes_into_the_samples", "rewards = score(walked.x_0.clone(), rows)", "rewards = score(walked.x_0, rows)"),
+        ("reward_writes_into_the_samples", "given = x_0.clone()", "given = x_0"),
     ),
     *mutants_of(
         "settings.py",
