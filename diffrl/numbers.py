@@ -8,7 +8,12 @@ from typing import Any
 def require_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, infinite=False
 ) -> float:
-    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value."""
+    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value.
+
+    >>> require_number("eta", 1.5, low=0, high=1)
+    Traceback (most recent call last):
+    ValueError: eta must be in [0, 1], got 1.5
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -21,7 +26,12 @@ def require_number(
 
 
 def require_count(name: str, value: Any, *, low: int = 1) -> int:
-    """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
+    """The integer >= low, else ValueError printing name and value (a bool or a float is no count).
+
+    >>> require_count("steps", True)
+    Traceback (most recent call last):
+    ValueError: steps must be an integer >= 1, got True
+    """
     try:
         count = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

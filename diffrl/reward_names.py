@@ -31,7 +31,11 @@ FORMS = (*REWARDS, *(form for _, form in LOADED.values()), "remote:URL")
 
 
 def is_known(name: str) -> bool:
-    """Whether `name`, or what stands before its first colon, is a reward of this package."""
+    """Whether `name`, or what stands before its first colon, is a reward of this package.
+
+    >>> is_known("ocr"), is_known("remote:http://localhost:8000"), is_known("mine:reward")
+    (True, True, False)
+    """
     return name in REWARDS or name.partition(":")[0] in (*LOADED, "remote")
 
 
@@ -45,6 +49,10 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
     Raises:
         ValueError: no such reward, a model that cannot be loaded, a function that cannot be imported; names --reward.
         ImportError: a package is missing.
+
+    >>> import torch
+    >>> make_reward("diffrl.tasks.toy:toward_compass")(torch.zeros(1, 2), ["north"])
+    tensor([-1.])
     """
     if name in REWARDS:
         return REWARDS[name](threads=threads) if name == "ocr" else REWARDS[name]()

@@ -77,7 +77,7 @@ SAMPLING = [
         ("dance_without_its_score", "pull = eta**2 / 2 * delta / now", "pull = 0 * eta**2 / 2 * delta / now"),
         ("dance_eta_not_squared", "pull = eta**2 / 2", "pull = eta / 2"),
         ("cps_without_cosine", "kept = then * math.cos(eta * math.pi / 2)", "kept = then * math.sqrt(1 - eta**2)"),
-        ("latent_mean_in_half", "Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D).\"\"\"\n    (x,) = promote(x)\n", "Mean.\"\"\"\n"),
+        ("latent_mean_in_half", "(x,) = promote(x)\n    return x.flatten(1).mean(1)", "return x.flatten(1).mean(1)"),
         ("latent_sum_of_the_last_axis", "x.flatten(1).sum(1)", "x.flatten(1).sum(1) / x.shape[1]"),
         ("log_prob_without_normaliser", " - torch.log(safe) - math.log(2 * math.pi) / 2", ""),
         ("log_prob_without_the_2", "/ (2 * safe**2)", "/ safe**2"),
