@@ -189,7 +189,9 @@ def geneval_facts(path: str | Path) -> Callable[[str], list[Fact] | None]:
     Raises:
         ValueError: no such file, a line that is no row, a prompt with two different rows, no rows.
 
-    No example: reads GenEval's file.
+    >>> geneval_facts("absent.jsonl")
+    Traceback (most recent call last):
+    ValueError: GenEval's metadata 'absent.jsonl' is no file
     """
     if not Path(path).is_file():
         raise ValueError(f"GenEval's metadata {str(path)!r} is no file")

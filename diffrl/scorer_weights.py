@@ -216,7 +216,10 @@ def weights_file(name: str, filename: str) -> Path:
     Raises:
         ValueError: the folder does not hold the file; `name` is no hub id either, or the file cannot be fetched.
 
-    No example: needs weights.
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     weights_file((Path(folder) / "model.pt").touch() or folder, "model.pt").name
+    'model.pt'
     """
     path = Path(name)
     if path.is_file():
@@ -241,7 +244,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is neither, or holds anything but tensors by name.
 
-    No example: needs weights.
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"state_dict": {"module.w": torch.ones(1)}}, Path(folder) / "model.pt")
+    ...     read_weights(Path(folder) / "model.pt")
+    {'w': tensor([1.])}
     """
     try:
         if path.suffix == ".safetensors":
