@@ -171,6 +171,11 @@ def lower_bound(schedule: Schedule, cost: CostModel) -> float:
     (W_gen + W_train) / sum(gpus speed), W_gen = n generate per_replica of the generator (with TAG: the smaller of that and
     `helper`), W_train = n timesteps (a/pack + b) per_replica of the trainer: reference-GPU seconds of work over all the
     GPUs there are. With linear scaling and no overheads a colocated step equals it: separation cannot win for free.
+
+    >>> from diffrl.schedules import Fragment
+    >>> schedule = Schedule((Fragment(0, (0, 1, 2, 3)),), 2)  # 4 samples x (1 s to generate + 2 s to train) on 2 GPUs
+    >>> lower_bound(schedule, CostModel(1.0, TrainCost(0.0, 2.0), Pool(1), Pool(1)))
+    6.0
     """
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):
         raise ValueError(f"a Schedule and a CostModel are needed, got {schedule!r:.60} and {cost!r:.60}")

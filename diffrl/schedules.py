@@ -1,9 +1,9 @@
 """What a schedule is, and what one looks like once it ran: fragments, bubbles, schedules, traces. Plain data, no torch.
 
-Words (diffusion RL on two pools of GPUs, after DigenRL): a *global step* s is one batch, one optimizer step; *version* v
-is the weights after v optimizer steps, so step s is on-policy at version s. A batch has n = g k samples, prompt-major,
-cut into M *fragments*; a *pair* is (sample, timestep). A *bubble*: the trainer is free, no fragment is trainable, and a
-fragment of this step is unclaimed. Times are seconds.
+Words (diffusion RL on two pools of GPUs, after DigenRL): a *global step* s is one batch and the optimizer step it ends with
+(an algorithm may make several of a batch); *version* v is what rolls out after v global steps, so step s is on-policy at
+version s. A batch has n = g k samples, prompt-major, cut into M *fragments*; a *pair* is (sample, timestep). A *bubble*:
+the trainer is free, no fragment is trainable, and a fragment of this step is unclaimed. Times are seconds.
 """
 
 import math
@@ -60,7 +60,11 @@ class Bubble(NamedTuple):
 
 
 def require_fragments(fragments: Any) -> int:
-    """The number of rows; ValueError unless indices are 0..M-1 in order and every row 0..n-1 is there exactly once."""
+    """The number of rows; ValueError unless indices are 0..M-1 in order and every row 0..n-1 is there exactly once.
+
+    >>> require_fragments((Fragment(0, (0, 2)), Fragment(1, (1,))))
+    3
+    """
     if not isinstance(fragments, tuple) or not fragments or not all(isinstance(f, Fragment) for f in fragments):
         raise ValueError(f"fragments must be a non-empty tuple of Fragment, got {fragments!r:.120}")
     seen: set[int] = set()
@@ -81,7 +85,11 @@ def require_fragments(fragments: Any) -> int:
 
 
 def sharing(fragments: Iterable[Fragment], group_size: int, *, barrier: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Per fragment, the groups it touches (one common group when `barrier`: nothing is complete before everything is)."""
+    """Per fragment, the groups it touches (one common group when `barrier`: nothing is complete before everything is).
+
+    >>> sharing([Fragment(0, (0, 1)), Fragment(1, (2, 3))], 3)  # the second one holds a row of each group
+    ((0,), (0, 1))
+    """
     if barrier:
         return tuple((0,) for _ in fragments)
     return tuple(tuple(sorted({row // group_size for row in samples})) for _, samples in fragments)

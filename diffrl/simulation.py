@@ -274,6 +274,12 @@ def simulate(schedule: Schedule, cost: CostModel, *, steps: int = 1, lend: Lend 
     next n unclaimed fragments, restore. Colocated: one resource does it all in order, with `cost.colocated()`.
 
     ValueError: steps < 1; schedule.tag without cost.helper; an answer of `lend` outside 0..len(unclaimed).
+
+    >>> from diffrl.costs import Pool, TrainCost
+    >>> from diffrl.schedules import Fragment
+    >>> schedule = Schedule((Fragment(0, (0, 1)),), 2)  # one fragment: 2 x 1 s, then 2 x 2 s
+    >>> simulate(schedule, CostModel(1.0, TrainCost(0.0, 2.0), Pool(1), Pool(1))).makespan
+    6.0
     """
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):
         raise ValueError(f"a Schedule and a CostModel are needed, got {schedule!r:.60} and {cost!r:.60}")
