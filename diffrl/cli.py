@@ -41,6 +41,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
+        """The line, with what an unknown option may have been meant to be; exit code 2."""
         words = [option for action in self._actions for option in action.option_strings]
         for word in message.replace("'", " ").split():
             word = word.split("=")[0].rstrip(":")
@@ -142,7 +143,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line: options of train and doctor are the fields of `settings.Settings`."""
+    """The command line: options of train and doctor are the fields of `settings.Settings`.
+
+    >>> make_parser().parse_args(["pretrain", "digits", "--output", "folder"]).seed
+    0
+    """
     from diffrl.version import __version__
 
     parser = Parser(
@@ -184,7 +189,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; returns its exit code. No example: it runs a command."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = "diffrl"
     try:
@@ -264,7 +269,7 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
-    """What a run came to: its first and last evaluation, and its files."""
+    """What a run came to: its first and last evaluation, and its files. No example: it reads a run's folder."""
     evaluated = [row for row in rows if "eval/reward" in row]
     lines = []
     for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):

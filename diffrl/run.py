@@ -43,7 +43,10 @@ from diffrl.windows import Score, encode, score_images
 
 
 def refuse_folder(folder: Path, *, overwrite: bool) -> None:
-    """ValueError where a new run must not go: a folder that is not empty, unless it is a run to be overwritten."""
+    """ValueError where a new run must not go: a folder that is not empty, unless it is a run to be overwritten.
+
+    No example: looks at a folder.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not overwrite:
             raise ValueError(
@@ -54,7 +57,10 @@ def refuse_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def prepare_folder(folder: Path, s: Settings, *, overwrite: bool) -> None:
-    """Make the run's folder with its settings line, whole or not at all. ValueError: it exists, or cannot be written."""
+    """Make the run's folder with its settings line, whole or not at all. ValueError: it exists, or cannot be written.
+
+    No example: makes a folder.
+    """
     refuse_folder(folder, overwrite=overwrite)
     temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
     try:
@@ -69,7 +75,12 @@ def prepare_folder(folder: Path, s: Settings, *, overwrite: bool) -> None:
 
 
 def read_metrics(folder: str | Path) -> tuple[Settings, list[dict[str, Any]]]:
-    """(settings, rows) of a run's metrics.jsonl; a last line cut off by a kill is dropped. ValueError: not a run."""
+    """(settings, rows) of a run's metrics.jsonl; a last line cut off by a kill is dropped. ValueError: not a run.
+
+    >>> read_metrics("absent")
+    Traceback (most recent call last):
+    ValueError: 'absent' is not a diffrl run: it has no metrics.jsonl
+    """
     path = Path(folder) / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} is not a diffrl run: it has no metrics.jsonl")
@@ -159,6 +170,7 @@ def run(
     ranks: of one of several processes that train together (`ranks.launched()`); the first alone writes, evaluates and draws.
     s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
     factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
+    No example: needs a pipeline.
     """
     if ranks.rank > 0:
         return _follow(Path(folder), s, resume, iterations, ranks)
@@ -373,7 +385,10 @@ def _postfix(row: Mapping[str, Any], latest: float | None) -> str:
 
 
 def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows: Sequence[Mapping[str, Any]]) -> None:
-    """curve.png, and before_after.png: ten prompts at held-out seeds, drawn by the base and by the trained params."""
+    """curve.png, and before_after.png: ten prompts at held-out seeds, drawn by the base and by the trained params.
+
+    No example: needs a pipeline.
+    """
     from diffrl.plots import save_before_after, save_curve
 
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
@@ -399,7 +414,7 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
 
 def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     """drafts.png: the chosen seeds of one prompt, as the draft and as the trained policy render them; ranks.png: the rank
-    scatter of five prompts. Held-out seeds; pools of at most 48."""
+    scatter of five prompts. Held-out seeds; pools of at most 48. No example: needs a pipeline."""
     from diffrl.plots import save_draft_pairs, save_rank_scatter
 
     n, keep = min(s.pool, max(48, s.group_size)), s.group_size // 2
@@ -437,7 +452,11 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
 
 
 def stills(images: torch.Tensor) -> torch.Tensor:
-    """Pictures as they are, of videos " b f h w 3" the middle frame."""
+    """Pictures as they are, of videos " b f h w 3" the middle frame.
+
+    >>> stills(torch.zeros(1, 5, 8, 8, 3)).shape
+    torch.Size([1, 8, 8, 3])
+    """
     return images[:, images.shape[1] // 2] if images.ndim == 5 else images
 
 

@@ -125,7 +125,12 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
 
 def check_settings(s: Settings) -> None:
-    """One ValueError naming the option and its value for the first setting that cannot be."""
+    """One ValueError naming the option and its value for the first setting that cannot be.
+
+    >>> check_settings(Settings(steps=0))
+    Traceback (most recent call last):
+    ValueError: --steps must be an integer >= 1, got 0
+    """
     for name, known in (
         ("task", TASKS),
         ("algorithm", tuple(ALGORITHMS)),
@@ -208,7 +213,10 @@ def _check_draft(s: Settings) -> None:
 
 
 def make_draft(s: Settings, model: Any) -> Any:
-    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none."""
+    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none.
+
+    No example: needs a pipeline.
+    """
     quantize, skip = DRAFTS[s.draft], [name.strip() for name in s.draft_skip.split(",") if name.strip()]
     if quantize is None or getattr(model, "module", None) is None:  # the toy of the rehearsal has no layers
         return lambda params: (model.velocity, params)
@@ -223,7 +231,10 @@ def make_draft(s: Settings, model: Any) -> Any:
 
 
 def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
-    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself."""
+    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself.
+
+    No example: needs a draft.
+    """
     if s.draft == "none":
         return algorithm
     options: dict[str, Any] = {"draft_steps": s.draft_steps, "audit_every": s.audit_every, "chunk": s.rollout_chunk}
@@ -232,7 +243,12 @@ def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
 
 def make_algorithm(s: Settings) -> Algorithm:
     """The named algorithm with the run's trained steps and radius, where it has those; auto steps are ART's as tuned for
-    this loop, and the published ones of every other algorithm. ValueError: an option that the algorithm does not have."""
+    this loop, and the published ones of every other algorithm. ValueError: an option that the algorithm does not have.
+
+    >>> make_algorithm(Settings(algorithm="nft", radius=0.5))
+    Traceback (most recent call last):
+    ValueError: --radius 0.5: nft has no trust region
+    """
     candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
     if s.algorithm == "art_flash" and s.trained_steps == "auto":
         return art_flash(noisiest=min(4, s.steps), radius=s.radius)
@@ -255,7 +271,12 @@ def make_algorithm(s: Settings) -> Algorithm:
 
 def rehearse(algorithm: Algorithm, s: Settings) -> None:
     """One iteration on the closed-form toy, milliseconds: windows and steps that do not fit are refused here, not after
-    the first rollout of the real model. ValueError: as the algorithm's."""
+    the first rollout of the real model. ValueError: as the algorithm's.
+
+    >>> rehearse(make_algorithm(Settings(algorithm="mix_grpo")), Settings(algorithm="mix_grpo", steps=4))
+    Traceback (most recent call last):
+    ValueError: a window of size 4 at start 0 passes the last allowed step 2 of 4
+    """
     toy_task = import_module("diffrl.tasks.toy")
     model = toy_task.toy_model()
     optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
@@ -281,7 +302,12 @@ class Judge:
 
 
 def judge_text(reward: "rewards.TextReward", images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list]:
-    """(rewards " b", exact matches " b", readings) from one reading of the images."""
+    """(rewards " b", exact matches " b", readings) from one reading of the images.
+
+    >>> reader = rewards.ocr(engine=lambda pictures: ["12"])
+    >>> judge_text(reader, torch.zeros(1, 8, 8, 3, dtype=torch.uint8), ['the number "13"'])
+    (tensor([0.5000]), tensor([0.]), ['12'])
+    """
     readings = reward.read(images)
     targets = [reward.target(prompt) for prompt in prompts]
     values = torch.tensor([rewards.text_similarity(r, t) for r, t in zip(readings, targets, strict=True)])
@@ -301,7 +327,10 @@ class Bench(NamedTuple):
 
 
 def build(s: Settings) -> Bench:
-    """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written."""
+    """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written.
+
+    No example: needs a pipeline.
+    """
     check_settings(s)
     algorithm = make_algorithm(s)
     rehearse(algorithm, s)
@@ -342,7 +371,12 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """One prompt per non-empty line. ValueError: no such file, no prompts."""
+    """One prompt per non-empty line. ValueError: no such file, no prompts.
+
+    >>> read_prompts("absent.txt")
+    Traceback (most recent call last):
+    ValueError: --prompts 'absent.txt' is no file
+    """
     if not Path(path).is_file():
         raise ValueError(f"--prompts {path!r} is no file")
     try:
@@ -357,7 +391,7 @@ def read_prompts(path: str) -> list[str]:
 
 def read_images(path: str, prompts: int) -> list[Any]:
     """One picture per line of the file, a file name each (relative to that file), in the order of the prompts. ValueError:
-    no such file, another number than prompts, what Pillow cannot read."""
+    no such file, another number than prompts, what Pillow cannot read. No example: reads pictures."""
     from PIL import Image
 
     if not Path(path).is_file():
@@ -400,7 +434,13 @@ def evaluate(
     images: Sequence[Any] | None = None,
 ) -> Evaluation:
     """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler. images: the
-    start image of each prompt, for image-to-video."""
+    start image of each prompt, for image-to-video.
+
+    >>> from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+    >>> found = evaluate(toy_model(), PROMPTS, toward_compass, steps=4, samples=2)
+    >>> tuple(found.images.shape), found.prompts[:3]
+    ((8, 2), ['north', 'north', 'east'])
+    """
     params = model.params if params is None else params
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(HELD_OUT_SEED, 0, range(len(prompts)), samples).flatten().to(device)
