@@ -18,7 +18,10 @@ INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2
 
 
 def require_matplotlib() -> None:
-    """ImportError, naming what to install, where no picture could be drawn: to be asked before hours of training."""
+    """ImportError, naming what to install, where no picture could be drawn: to be asked before hours of training.
+
+    No example: it says nothing where matplotlib is there.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -59,7 +62,7 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     """Three panels over iterations: reward and held-out evaluation; loss of each update; trust region.
 
     rows: one mapping per iteration, with "iteration" and the metric names of `diffrl.loop`; absent ones are left out.
-    ValueError: no rows.
+    ValueError: no rows. No example: draws a file.
     """
     if not rows:
         raise ValueError("no rows: nothing to draw")
@@ -146,7 +149,7 @@ def save_before_after(
     """Two rows of pictures of the same prompts and seeds: before above, after below, a caption under each.
 
     before, after: UInt8 " b h w 3"; titles, captions_*: b strings; good_*: captions in green or orange. ValueError:
-    lengths or shapes that differ, nothing to draw.
+    lengths or shapes that differ, nothing to draw. No example: draws a file.
     """
     return _two_rows(
         path,
@@ -194,7 +197,10 @@ def _two_rows(
 
 
 def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: Sequence[str] | None = None) -> Path:
-    """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw."""
+    """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw.
+
+    No example: draws a file.
+    """
     columns = require_count("columns", columns)
     if len(images) == 0 or images.ndim != 4 or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images, {None if captions is None else len(captions)} captions")
@@ -225,6 +231,7 @@ def save_draft_pairs(
 
     draft, policy: UInt8 " b h w 3", as `select_contrastive` orders them; a reward is orange where the two differ by more
     than a tenth of the spread of all of them. ValueError: lengths or shapes that differ, nothing to draw.
+    No example: draws a file.
     """
     values = [float(v) for v in [*draft_rewards, *rewards]]
     known = [v for v in values if math.isfinite(v)]
@@ -247,6 +254,7 @@ def save_rank_scatter(
 
     proxy, true: rewards " g n"; blue and orange: the draft's best and worst `keep` (`select_contrastive`). Spearman and Kendall
     above each panel. Ranks: 1 is the best, ties get their average rank, and a disc's area is the number of seeds there. ValueError: as `rank_agreement`, or titles of another number.
+    No example: draws a file.
     """
     found = rank_agreement(proxy, true, keep=keep)
     g, n = proxy.shape
@@ -328,6 +336,7 @@ def gantt(trace: Trace | Mapping[str, Trace], *, path: str | Path | None = None,
 
     trace: one, or several by name, drawn side by side on one scale of seconds, e.g. {"simulated": a, "measured": b}. Beside
     a pool's name: its `utilisation`. path: where to save it. Returns the matplotlib figure. ValueError: no trace.
+    No example: draws a figure.
     """
     traces = dict(trace) if isinstance(trace, Mapping) else {"": trace}
     if not traces or not all(isinstance(t, Trace) for t in traces.values()):
