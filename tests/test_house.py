@@ -51,6 +51,10 @@ FLOORS = {
             "checkpoints",
             "settings",
             "run",
+            "folders",
+            "tracking",
+            "cli_text",
+            "cli_options",
             "training_checks",
             "__main__",
         ),
@@ -60,7 +64,7 @@ FLOORS = {
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
-    *("accelerate", "ray", "scipy", "tokenizers", "torchao"),
+    *("accelerate", "ray", "scipy", "tokenizers", "torchao", "tensorboard", "wandb"),
 }
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
 LONG_FUNCTIONS = {
@@ -206,7 +210,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server, diffrl.parallel"
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server, diffrl.parallel, diffrl.tracking"
 
 
 def test_importing_the_library_loads_nothing_heavy():
