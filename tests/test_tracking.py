@@ -102,7 +102,7 @@ def test_what_is_neither_is_refused_by_name_and_nothing_is_noted(tmp_path, metri
     with to_jsonl(tmp_path / "a.jsonl") as log:
         with pytest.raises(ValueError, match=message):
             log(metrics, 0)
-        with pytest.raises(ValueError, match="step.*-1"):
+        with pytest.raises(ValueError, match=r"step.*-1"):
             log({}, -1)
     assert (tmp_path / "a.jsonl").read_text() == ""
 
@@ -139,7 +139,7 @@ def test_together_tells_all_and_closes_all_even_where_one_fails(tmp_path):
     with pytest.raises(ZeroDivisionError):
         log.close()
     assert closed == ["first"]
-    with pytest.raises(ValueError, match="callables.*3"):
+    with pytest.raises(ValueError, match=r"callables.*3"):
         together(first, 3)
 
 
@@ -214,7 +214,7 @@ def test_wandb_is_told_gaps_steps_and_options(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     in_folder("wandb", tmp_path / "r").close()
     assert (told["project"], told["mode"]) == ("diffrl", "offline")
-    with pytest.raises(ValueError, match="mode must be.*'on'"):
+    with pytest.raises(ValueError, match=r"mode must be.*'on'"):
         to_wandb("p", mode="on")
 
 
