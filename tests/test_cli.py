@@ -3,6 +3,7 @@
 Negative controls are the tests with `control` in their names.
 """
 
+import io
 import json
 import os
 import re
@@ -592,6 +593,12 @@ def test_what_a_reward_prints_does_not_come_between_the_lines(here, capsys, toy)
     assert "hello from the reward" in err
     assert called("train", *TOY, "--no-pictures", "--quiet", "--output=s") == 0
     assert "hello from the reward" in capsys.readouterr().out  # control: it does print
+
+
+def test_what_is_not_finite_is_null_at_any_depth():
+    lines = io.StringIO()
+    cli._tell(lines, {"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": 3})
+    assert lines.getvalue() == '{"a": null, "b": [null, [1.5, {"c": null}]], "d": 3}\n'
 
 
 def test_json_of_doctor_plan_and_pretrain(here, capsys, toy, pipe, monkeypatch):

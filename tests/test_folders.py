@@ -46,7 +46,7 @@ EDITS = {
     "another_word": ("prompts", lambda folder: (folder / "prompts.txt").write_text("a cat\na dot\n")),
     "another_order": ("prompts", lambda folder: (folder / "prompts.txt").write_text("a dog\na cat\n")),
     "one_more": ("prompts", lambda folder: (folder / "prompts.txt").write_text("a cat\na dog\na cow\n")),
-    "words_moved": ("prompts", lambda folder: (folder / "prompts.txt").write_text("a\ncat a dog\n")),
+    "words_moved": ("prompts", lambda folder: (folder / "prompts.txt").write_text("a c\nata dog\n")),
     "another_list": ("images", lambda folder: (folder / "images.txt").write_text("b.png\na.png\n")),
     "another_picture": ("images", lambda folder: Image.new("RGB", (4, 4), "green").save(folder / "a.png")),
 }

@@ -131,7 +131,7 @@ def test_together_tells_all_and_closes_all_even_where_one_fails(tmp_path):
     told, closed = [], []
     first = Tracker(lambda *a: told.append(a), lambda: closed.append("first"))
     failing = Tracker(lambda *a: None, lambda: 1 / 0)
-    log = together(first, failing, lambda metrics, step: told.append((metrics, step)))
+    log = together(failing, first, lambda metrics, step: told.append((metrics, step)))
     log({"a": 1, "p": PICTURES}, 4)
     assert told[0][0] == {"a": 1}
     assert told[0][2] == 4
@@ -239,7 +239,7 @@ def test_what_is_not_installed_is_refused_with_the_command(monkeypatch, tmp_path
 
 def test_a_run_tells_its_tracker_every_row_and_the_pictures(tmp_path, monkeypatch):
     pipe = save_small_pipeline(tmp_path / "small")
-    s = Settings(**small_settings(pipe, iterations=3, eval_every=2))
+    s = Settings(**small_settings(pipe, iterations=4, eval_every=2))
     told, begun = [], []
 
     def tracker(folder, s, start):
@@ -248,15 +248,16 @@ def test_a_run_tells_its_tracker_every_row_and_the_pictures(tmp_path, monkeypatc
         return together(lambda metrics, step: told.append((step, metrics)))
 
     rows = run(tmp_path / "r", s, pictures=False, tracker=tracker)
-    assert [step for step, _ in told] == [0, 1, 2]
+    assert [step for step, _ in told] == [0, 1, 2, 3]
     for (_, metrics), row in zip(told, rows, strict=True):
         assert {n: v for n, v in metrics.items() if n != "eval/pictures"} == row
         assert ("eval/pictures" in metrics) == ("eval/reward" in row)
     assert told[0][1]["eval/pictures"].shape[0] == 4  # one of each prompt
-    assert not torch.equal(told[0][1]["eval/pictures"], told[2][1]["eval/pictures"])
-    run(tmp_path / "r", resume=True, iterations=4, pictures=False, tracker=tracker)
-    assert begun == [0, 3]
-    assert [step for step, _ in told] == [0, 1, 2, 3]
+    assert not torch.equal(told[0][1]["eval/pictures"], told[3][1]["eval/pictures"])
+    assert "eval/pictures" not in told[2][1]
+    run(tmp_path / "r", resume=True, iterations=5, pictures=False, tracker=tracker)
+    assert begun == [0, 4]
+    assert [step for step, _ in told] == [0, 1, 2, 3, 4]
 
 
 def test_a_tracker_is_closed_where_the_run_is_interrupted(tmp_path, toy):
