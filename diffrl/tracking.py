@@ -80,8 +80,10 @@ def split_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float | N
         if value is not None and not isinstance(value, Real):
             told = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise ValueError(f"metric {name!r} must be a number or pictures (uint8 b h w 3 or b f h w 3), got {told}")
-        finite = value is not None and math.isfinite(value)
-        numbers[name] = (int(value) if isinstance(value, int) else float(value)) if finite else None
+        if value is None or not math.isfinite(value):
+            numbers[name] = None
+        else:
+            numbers[name] = int(value) if isinstance(value, int) else float(value)
     return numbers, pictures
 
 

@@ -1338,8 +1338,8 @@ COMMAND_LINE = (
         "test_tracking.py",
         (
             "tracking:nan_is_a_number",
-            "finite = value is not None and math.isfinite(value)",
-            "finite = value is not None",
+            "if value is None or not math.isfinite(value):",
+            "if value is None:",
         ),
         ("tracking:closed_is_open", "            self._open = False\n", ""),
         ("tracking:first_frame", "value[:, value.shape[1] // 2]", "value[:, 0]"),
