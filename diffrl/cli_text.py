@@ -114,8 +114,8 @@ def size(count: float) -> str:
     return f"{count / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-ROW_BYTES = 1000
-"""Of a line of metrics.jsonl, roughly: 30 to 60 names."""
+ROW_BYTES, CHECKPOINT_BYTES = 1000, 25_000
+"""Of a line of metrics.jsonl, roughly: 30 to 60 names; of a checkpoint apart from its params: names and generators."""
 
 
 def facts(s: Any, bench: Any, start: int = 0) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def facts(s: Any, bench: Any, start: int = 0) -> dict[str, Any]:
         "optimizer_steps": algorithm.updates * (s.iterations - start),
         "bytes": {
             "metrics.jsonl": ROW_BYTES * (s.iterations + 1),
-            "checkpoint": 4 * trained * copies,
+            "checkpoint": 4 * trained * copies + CHECKPOINT_BYTES,
             "adapter": 4 * trained if bench.model.export is not None else 0,
         },
         "start": start,

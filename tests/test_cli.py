@@ -486,9 +486,8 @@ def test_what_will_be_done_is_counted_and_written(here, capsys, pipe):
         for name in told["bytes"]
     }
     assert 0.5 < told["bytes"]["metrics.jsonl"] / sizes["metrics.jsonl"] < 2
-    state = next((here / "r" / "checkpoint").glob("state-*")).stat().st_size
-    assert 0.5 < told["bytes"]["checkpoint"] / state <= 1  # names, generators and the like come on top
-    assert 0.5 < told["bytes"]["adapter"] / sizes["adapter"] <= 1
+    assert 0.5 < told["bytes"]["checkpoint"] / sizes["checkpoint"] < 2
+    assert 0.25 < told["bytes"]["adapter"] / sizes["adapter"] <= 1  # of so small a one names are the most
     assert facts(s, bench, 3)["evaluations"] == sum("eval/reward" in row for row in rows[3:])
 
 
@@ -518,7 +517,7 @@ def test_the_announcement_fits_the_shell_and_names_every_piece(monkeypatch):
             "micro batch 3",
             "gradient checkpointing, encoders off the device",
             "drafts.png",
-            "checkpoint/ every 5 (about 108 B)",
+            "checkpoint/ every 5 (about 25.1 kB)",
         ),
     ):
         assert part in flat
@@ -541,7 +540,7 @@ def test_colour_is_for_terminals_without_no_color(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert painted("x", "red", Terminal()) == "\x1b[31mx\x1b[0m"
-    assert painted("x", "red", sys.stdin.__class__) == "x"
+    assert painted("x", "red", io.StringIO()) == "x"
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
