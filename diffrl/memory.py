@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from diffrl.checks import require_count, require_number
+from diffrl.encoding import TEXT_ENCODERS
 from diffrl.families import FAMILIES, checked_size
 from diffrl.family import ATTENTION
 
@@ -161,6 +162,39 @@ def plan_text(lines: Sequence[Memory], *, gpu_memory: float | None = None) -> st
         fits = "left for activations" if left > 0 else "too much, before any activation"
         rows.append(f"{f'of {gpu_memory:g} GB':<{width}}  {abs(left):9.3f} GB {fits}")
     return "\n".join(rows)
+
+
+def encoders_off(
+    model: Any, pipe: Any, prompts: Sequence[str], images: Sequence[Any] | None = None, *, to: Any = "cpu"
+) -> None:
+    """Encode every prompt (and image) of a run once, which `model.encode` remembers, then move the text and image encoders off the
+    device. A prompt that is new later is encoded where they are then: correct, and slow. ValueError: as `model.encode`.
+
+    No example: needs a pipeline.
+    """
+    for i, prompt in enumerate(prompts):
+        model.encode([prompt]) if images is None else model.encode([prompt], [images[i]])
+    for name in (*TEXT_ENCODERS, "image_encoder"):
+        if isinstance(part := getattr(pipe, name, None), nn.Module):
+            part.to(to)
+
+
+def vae_off(model: Any, pipe: Any, *, device: Any, to: Any = "cpu") -> Any:
+    """The same Model, whose VAE is on `device` while `decode` runs, a failing one too, and on `to` between decodes.
+
+    No example: needs a pipeline.
+    """
+    vae, decode = pipe.vae, model.decode
+
+    def from_afar(latents: torch.Tensor) -> torch.Tensor:
+        vae.to(device)
+        try:
+            return decode(latents)
+        finally:
+            vae.to(to)
+
+    vae.to(to)
+    return model._replace(decode=from_afar)
 
 
 def empty_pipeline(folder: str | Path) -> Any:

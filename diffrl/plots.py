@@ -58,6 +58,16 @@ def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], 
     return [float(i) for i, _ in kept], [float(v) for _, v in kept]
 
 
+def last_update(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last optimizer step of an iteration, 1 where none is told: the U of the largest loss/update_U.
+
+    >>> last_update([{"loss/update_1": 1.0, "loss/update_2": 0.9}, {}])
+    2
+    """
+    beginning = "loss/update_"
+    return max((int(n.removeprefix(beginning)) for row in rows for n in row if n.startswith(beginning)), default=1)
+
+
 def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Path:
     """Three panels over iterations: reward and held-out evaluation; loss of each update; trust region.
 
@@ -88,7 +98,7 @@ def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """The trust region where there is one; a draft's ranks where there is a draft; how far the policy moved."""
     from matplotlib.ticker import MaxNLocator
 
-    last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
+    last = last_update(rows)
     shown = [
         (f"masked_fraction/update_{last}", "masked fraction", ORANGE),
         ("draft/spearman", "draft/spearman (chosen)", GREEN),

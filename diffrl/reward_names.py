@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from diffrl.checks import nearest
 from diffrl.remote_rewards import remote
 from diffrl.rewards import jpeg_compressibility, jpeg_incompressibility, ocr, tesseract_ocr
 from diffrl.scorer_weights import load_aesthetic, load_clip_score, load_hps_v2, load_image_reward, load_pick_score
@@ -63,7 +64,8 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
         except ValueError as error:
             raise ValueError(f"--reward {name!r}: {error}") from error
     if not after:
-        raise ValueError(f"--reward must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}")
+        near = nearest(name, (*REWARDS, *LOADED, "remote"))
+        raise ValueError(f"--reward must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}{near}")
     try:
         found = getattr(import_module(before), after)
     except (ImportError, AttributeError) as error:

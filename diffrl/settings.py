@@ -13,10 +13,11 @@ from torch import Tensor
 
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
-from diffrl.checks import require_count, require_number
+from diffrl.checks import nearest, require_count, require_number
 from diffrl.drafts import merged_draft
 from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
+from diffrl.memory import encoders_off, vae_off
 from diffrl.models import from_pipeline
 from diffrl.reward_names import make_reward
 from diffrl.sampling import rollout, sample_seeds
@@ -90,6 +91,9 @@ class Settings:
     trainers: int = 1
     fragments: int = 1
     stale: int = 0
+    gradient_checkpointing: bool = False
+    encoders_off: bool = False
+    vae_off: bool = False
 
 
 def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None]:
@@ -139,7 +143,7 @@ def check_settings(s: Settings) -> None:
     ):
         value = getattr(s, name)
         if value not in known:
-            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}")
     require_count("--lora-rank", s.lora_rank, low=0)
     for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
@@ -343,8 +347,12 @@ def build(s: Settings) -> Bench:
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
     lora = {"r": s.lora_rank, "lora_alpha": s.lora_alpha} if s.lora_rank else None
-    model = from_pipeline(pipe, lora=lora, **options)
+    model = from_pipeline(pipe, lora=lora, gradient_checkpointing=s.gradient_checkpointing, **options)
     encode(model, prompts[:1], None if images is None else images[:1])  # missing or unwanted images are refused here
+    if s.encoders_off:
+        encoders_off(model, pipe, prompts, images)
+    if s.vae_off:
+        model = vae_off(model, pipe, device=s.device)
     draft = make_draft(s, model)
     return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images)
 

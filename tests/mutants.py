@@ -1267,6 +1267,112 @@ EXECUTOR_MUTANTS = [
     ),
 ]
 
+COMMAND_LINE = (
+    mutants_of(
+        "cli_text.py",
+        "test_cli.py",
+        (
+            "cli:colour_in_spite_of_no_color",
+            'if shown and not os.environ.get("NO_COLOR") else text',
+            "if shown else text",
+        ),
+        (
+            "cli:no_suggestion_for_an_option",
+            'return f" (did you mean {bare[found.group(1)]}?)" if found else ""',
+            'return ""',
+        ),
+        (
+            "cli:steps_of_one_update",
+            '"optimizer_steps": algorithm.updates * (s.iterations - start),',
+            '"optimizer_steps": s.iterations - start,',
+        ),
+    )
+    + mutants_of(
+        "cli.py",
+        "test_cli.py",
+        ("cli:a_failed_run_is_wrong_usage", "return _failed(name, begun, 1)", "return _failed(name, begun, 2)"),
+        (
+            "cli:prints_between_the_lines",
+            "with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():",
+            "with contextlib.nullcontext():",
+        ),
+        (
+            "cli:nan_in_json",
+            "return None if isinstance(value, float) and not math.isfinite(value) else value",
+            "return value",
+        ),
+    )
+    + mutants_of(
+        "settings.py",
+        "test_cli.py",
+        (
+            "cli:checkpointing_forgotten",
+            "lora=lora, gradient_checkpointing=s.gradient_checkpointing, **options",
+            "lora=lora, **options",
+        ),
+    )
+    + mutants_of(
+        "folders.py",
+        "test_folders.py",
+        ("folders:edits_unnoticed", "if then != now:", "if False:"),
+        ("folders:prompts_run_together", '"\\n".join(lines).encode()', '"".join(lines).encode()'),
+        (
+            "folders:pictures_by_name_alone",
+            "name.encode() + hashlib.sha256((listed.parent / name).read_bytes()).digest()",
+            "name.encode()",
+        ),
+    )
+    + mutants_of(
+        "run.py",
+        "test_run.py",
+        (
+            "run:bar_of_the_mean",
+            'masked = f"masked_fraction/update_{last_update([row])}"',
+            'masked = "masked_fraction"',
+        ),
+        ("run:first_evaluation_not_counted", "return later + (start == 0)", "return later"),
+    )
+    + mutants_of("run.py", "test_tracking.py", ("run:pictures_told_again", "            seen = {}\n", ""))
+    + mutants_of(
+        "tracking.py",
+        "test_tracking.py",
+        (
+            "tracking:nan_is_a_number",
+            "if value is None or not math.isfinite(value):",
+            "if value is None:",
+        ),
+        ("tracking:closed_is_open", "            self._open = False\n", ""),
+        ("tracking:first_frame", "value[:, value.shape[1] // 2]", "value[:, 0]"),
+        (
+            "tracking:one_failing_close_ends_all",
+            '                closing.callback(getattr(log, "close", lambda: None))',
+            '                getattr(log, "close", lambda: None)()',
+        ),
+    )
+    + mutants_of(
+        "memory.py",
+        "test_memory.py",
+        (
+            "memory:first_prompt_alone",
+            "for i, prompt in enumerate(prompts):",
+            "for i, prompt in enumerate(prompts[:1]):",
+        ),
+        (
+            "memory:a_failing_vae_stays",
+            "        finally:\n            vae.to(to)",
+            "        finally:\n            pass",
+        ),
+    )
+    + mutants_of(
+        "checks.py", "test_checks.py", ("nearest_by_case", "words = {name.lower(): name for", "words = {name: name for")
+    )
+    + mutants_of(
+        "plots.py",
+        "test_plots.py",
+        ("last_update_is_the_first", "return max((int(n.removeprefix", "return min((int(n.removeprefix"),
+    )
+)
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -1289,6 +1395,7 @@ MUTANTS = [
     *LATE,
     *SCORER_MUTANTS,
     *EXECUTOR_MUTANTS,
+    *COMMAND_LINE,
 ]
 
 
@@ -1298,6 +1405,8 @@ def copy_to(folder: Path, source: Path = ROOT) -> None:
     for name in ("diffrl", "tests"):
         shutil.copytree(source / name, folder / name, ignore=skip)
     shutil.copy(source / "pyproject.toml", folder)
+    (folder / "docs").mkdir()
+    shutil.copy(source / "docs" / "metrics.md", folder / "docs")
 
 
 def apply(mutant: Mutant, folder: Path) -> None:

@@ -15,6 +15,7 @@ from diffrl.plots import (
     COLOURS,
     gantt,
     lanes_of,
+    last_update,
     require_matplotlib,
     save_before_after,
     save_curve,
@@ -378,3 +379,9 @@ def test_prompts_with_dollars_are_no_mathematics(tmp_path):
     save_grid(tmp_path / "g.png", image, captions=[odd, odd])
     save_curve(tmp_path / "c.png", rows(), title=odd)
     compared(tmp_path / "b.png", image, image, titles=[odd, odd])
+
+
+def test_the_last_update_is_the_largest_number_told():
+    rows = [{"loss": 1.0}, {"loss/update_1": 1.0, "loss/update_2": 1.0, "loss/update_11": 1.0, "kl/update_12": 1.0}]
+    assert last_update(rows) == 11
+    assert last_update(rows[:1]) == last_update([]) == 1
