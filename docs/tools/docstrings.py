@@ -41,7 +41,11 @@ def markdown(text: str) -> str:
     for block in re.split(r"\n[ \t]*\n", text.strip("\n")):
         lines = block.split("\n")
         if lines[0].lstrip().startswith(">>>"):
-            out += ["```pycon", *(line.removeprefix(" " * (len(lines[0]) - len(lines[0].lstrip()))) for line in lines), "```"]
+            out += [
+                "```pycon",
+                *(line.removeprefix(" " * (len(lines[0]) - len(lines[0].lstrip()))) for line in lines),
+                "```",
+            ]
         elif all(line.startswith("    ") for line in lines):
             out += lines  # an equation, or a table: as it stands
         else:
