@@ -9,7 +9,7 @@ from typing import Any
 
 import griffe
 
-MARKUP = re.compile(r"([\\*_<>\[\]|#~^])")
+MARKUP = re.compile(r"([\\*_<>\[\]#])")
 CODE = re.compile(r"(`[^`]+`)")
 ENTRY = re.compile(r"^[A-Za-z_\"/][^.:]{0,60}:(\s|$)")
 
