@@ -5,8 +5,12 @@ A block in a ```python fence is run, in order, in one namespace per page; one th
 `{ .python .not-run title="not run: why" }`, so that readers see it, and counted here.
 """
 
-import importlib
+import ast
+import html
+import importlib.util
 import re
+import sys
+import types
 from functools import cache
 from pathlib import Path
 
@@ -92,7 +96,7 @@ def broken(page: Path, text: str) -> list[str]:
 
 
 @cache
-def tests_of(file: str) -> frozenset[str]:
+def defined_in(file: str) -> frozenset[str]:
     path = ROOT / "tests" / file
     return frozenset(re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE) if path.is_file() else ())
 
@@ -100,7 +104,7 @@ def tests_of(file: str) -> frozenset[str]:
 def missing_tests(text: str) -> list[str]:
     """Tests named as `file::test` that are not there."""
     named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
-    return [f"{file}::{test}" for file, test in named if test not in tests_of(file)]
+    return [f"{file}::{test}" for file, test in named if test not in defined_in(file)]
 
 
 def run_blocks(page: str, text: str) -> int:
@@ -165,6 +169,42 @@ def test_every_detail_is_numbered_and_names_tests_that_exist():
 def test_control_a_test_that_is_not_there_is_found():
     text = "`test_losses.py::test_golden_nft` `test_losses.py::test_no_such` `test_no_such.py::test_golden_nft`"
     assert missing_tests(text) == ["test_losses.py::test_no_such", "test_no_such.py::test_golden_nft"]
+
+
+# ---- docstrings
+
+
+@pytest.fixture
+def docstrings(monkeypatch):
+    """docs/tools/docstrings.py, which needs griffe for its base class alone."""
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object, Object=object))
+    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "tools" / "docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_docstrings_keep_their_characters_equations_examples_and_hanging_indents(docstrings):
+    assert docstrings.escaped('x " b *d", `a_b *c`, <v - w, t - v> >= 0') == (
+        'x " b \\*d", `a_b *c`, &lt;v - w, t - v&gt; &gt;= 0'
+    )
+    assert docstrings.markdown("A step:\n\n    mean = x_t - D v\n") == "A step:\n\n    mean = x_t - D v\n"
+    assert docstrings.markdown(">>> f(1)\n2") == "```pycon\n>>> f(1)\n2\n```\n"
+    listed = docstrings.markdown("a: one thing\n    and more of it\nb: another\n    and more").strip().splitlines()
+    assert listed == ["- a: one thing", "    and more of it", "- b: another", "    and more"]
+
+
+def test_control_prose_that_happens_to_hold_a_colon_is_no_list(docstrings):
+    assert docstrings.markdown("First: this\nand then that, no list").strip() == "First: this\nand then that, no list"
+
+
+def test_no_docstring_loses_a_word_on_its_way(docstrings):
+    for path in sorted((ROOT / "diffrl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                shown = html.unescape(docstrings.markdown(text)).replace("\\", "")
+                words = re.findall(r"\w+", shown)
+                assert [w for w in words if w != "pycon"] == re.findall(r"\w+", text.replace("\\", ""))
 
 
 # ---- blocks

@@ -16,6 +16,9 @@ from markdown.postprocessors import Postprocessor
 
 log = logging.getLogger("mkdocs.mathml")
 
+PRIME = re.compile(r"<msup>(<mi>[^<]*</mi>)<mi>&#x02032;</mi></msup>")
+BAR = "<mo>&#x0007C;</mo>"
+
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -25,7 +28,10 @@ def to_mathml(latex: str, *, display: str) -> str:
     unknown = sorted(set(re.findall(r"\\[a-zA-Z]+", found)))
     if unknown:
         raise ValueError(f"unknown commands {', '.join(unknown)} in {latex!r:.120}")
-    return found
+    found = PRIME.sub(
+        r'<mrow>\1<mo lspace="0" rspace="0">&#x02032;</mo></mrow>', found
+    )  # raised already: no superscript
+    return found.replace(BAR, BAR.replace("<mo>", '<mo lspace="0" rspace="0" stretchy="false">'))  # no relation
 
 
 def replaced(match: re.Match) -> str:
