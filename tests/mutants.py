@@ -1144,7 +1144,9 @@ SCHEDULING = [
         ("search_ignores_busy_workers", "start = max(time, state.workers.pop(0))", "start = time"),
         ("search_forgets_the_switch", "state.now += self.stages.switch", "pass"),
         ("key_of_the_queue_alone", "return self.now, self.place, self.flying, self.free, readiness, tuple(self.workers)", "return self.place, self.flying"),
-        ("scoring_bound_above_what_can_be_reached", "scored = max(workers[0], arrival) + reward", "scored = max(workers[0], arrival) + 3 * reward"),
+        ("scoring_bound_above_what_can_be_reached", "scored = max(workers[0], arrival) + rewards[0]", "scored = max(workers[0], arrival) + 3 * rewards[0]"),
+        ("arrivals_of_the_shortest_helps_alone", "for f in rest[: m + 1])", "for f in rest[:m][-1:])"),
+        ("arrivals_of_a_generator_that_works_twice", "made[m - q - flying]", "2 * made[m - q - flying]"),
         ("search_helps_at_the_generator_s_pace", "self.help = [cost.helper_seconds(n) for n in sizes]", "self.help = self.generate"),
         ("search_without_barrier", "barrier=schedule.barrier", "barrier=False"),
         ("fragment_twice_accepted", "if len(set(named)) != len(named):", "if False:"),
@@ -1163,7 +1165,9 @@ EXECUTOR_MUTANTS = [
     *mutants_of(
         "plots.py",
         "test_plots.py",
-        ("gantt_hides_staleness", 'hatch="////" if stale else None', "hatch=None"),
+        ("gantt_hides_staleness", 'hatch = "////" if stale else None', "hatch = None"),
+        ("gantt_legend_in_one_row", "ncols=5 if len(traces) == 1 and len(kinds) > 5 else 9", "ncols=9"),
+        ("gantt_edges_eat_the_bars", "linewidth=min(0.5, 0.1 * points)", "linewidth=0.5"),
         ("utilisation_is_idleness", "1 - idle / trace.makespan for", "idle / trace.makespan for"),
     ),
     *mutants_of(
