@@ -289,7 +289,7 @@ class _Search:
 
 def _plain(bubble: Bubble, count: int, workers: int | None) -> Bubble:
     """The bubble in tuples of int and float, which can be remembered; ValueError where it is impossible."""
-    unclaimed = tuple(require_count("unclaimed", i, low=0) for i in listed("unclaimed", bubble.unclaimed))
+    unclaimed = tuple(require_count("fragment of unclaimed", i, low=0) for i in listed("unclaimed", bubble.unclaimed))
     generating = require_count("generating", bubble.generating, low=-1)
     scored = []
     for pair in listed("scored_in", bubble.scored_in):

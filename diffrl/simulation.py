@@ -280,7 +280,8 @@ def simulate(schedule: Schedule, cost: CostModel, *, steps: int = 1, lend: Lend 
     `lend(bubble, schedule, cost)`; 0: wait, and do not ask again until a fragment has been trained; n: switch, generate the
     next n unclaimed fragments, restore. Colocated: one resource does it all in order, with `cost.colocated()`.
 
-    ValueError: steps < 1; schedule.tag without cost.helper; an answer of `lend` outside 0..len(unclaimed).
+    ValueError: steps < 1; schedule.tag without cost.helper; an answer of `lend` outside 0..len(unclaimed); seconds whose sum
+    is not finite.
     """
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):
         raise ValueError(f"a Schedule and a CostModel are needed, got {schedule!r:.60} and {cost!r:.60}")

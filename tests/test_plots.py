@@ -284,9 +284,8 @@ def test_colours_differ_in_lightness_or_hue_for_every_eye():
 
     def seen(name):
         r, g, b = (((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in to_rgb(COLOURS[name]))
-        return np.array([0.29275 * r + 0.70725 * g, 0.29275 * r + 0.70725 * g, -0.02234 * r + 0.02234 * g + b]) ** (
-            1 / 2.4
-        )
+        light = [0.29275 * r + 0.70725 * g, 0.29275 * r + 0.70725 * g, -0.02234 * r + 0.02234 * g + b]
+        return np.clip(light, 0, 1) ** (1 / 2.4)
 
     apart = [np.linalg.norm(seen(a) - seen(b)) for a in COLOURS for b in COLOURS if a < b]
     assert min(apart) > 0.15
