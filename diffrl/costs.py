@@ -149,11 +149,11 @@ def fit_train_cost(sizes: Iterable[float], seconds: Iterable[float]) -> TrainCos
     >>> round(cost.a, 1), round(cost.b, 1)
     (57.5, 337.1)
     """
-    sizes, seconds = listed("sizes", sizes), listed("seconds", seconds)
-    if len(sizes) != len(seconds):
-        raise ValueError(f"sizes and seconds must be as many, got {len(sizes)} and {len(seconds)}")
-    q = [require_number(f"sizes[{i}]", x, low=0, open_low=True) for i, x in enumerate(sizes)]
-    t = [require_number(f"seconds[{i}]", x, low=0, open_low=True) for i, x in enumerate(seconds)]
+    counts, times = listed("sizes", sizes), listed("seconds", seconds)
+    if len(counts) != len(times):
+        raise ValueError(f"sizes and seconds must be as many, got {len(counts)} and {len(times)}")
+    q = [require_number(f"sizes[{i}]", x, low=0, open_low=True) for i, x in enumerate(counts)]
+    t = [require_number(f"seconds[{i}]", x, low=0, open_low=True) for i, x in enumerate(times)]
     if len(set(q)) < 2:
         raise ValueError(f"sizes must hold two distinct values at least, got {q}")
     q_unit, t_unit = (2.0 ** (math.frexp(max(x))[1] - 1) for x in (q, t))  # squares of what is left stay in range

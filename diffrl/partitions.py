@@ -63,17 +63,17 @@ def group_ready_times(fragments: Iterable[Fragment], group_size: int, scored: It
     (4.0, 4.0, 3.0, 3.0)
     """
     group_size = require_count("group_size", group_size)
-    fragments, scored = listed("fragments", fragments), listed("scored", scored)
-    if len(scored) != len(fragments):
-        raise ValueError(f"scored must have one time per fragment, {len(fragments)}, got {len(scored)}")
-    times = [require_number(f"scored[{i}]", t) for i, t in enumerate(scored)]
-    if not all(isinstance(f, Fragment) for f in fragments):
-        raise ValueError(f"fragments must be Fragments, got {fragments!r:.120}")
-    rows = [require_count(f"row of fragments[{i}]", row, low=0) for i, f in enumerate(fragments) for row in f.samples]
+    cut, at = listed("fragments", fragments), listed("scored", scored)
+    if len(at) != len(cut):
+        raise ValueError(f"scored must have one time per fragment, {len(cut)}, got {len(at)}")
+    times = [require_number(f"scored[{i}]", t) for i, t in enumerate(at)]
+    if not all(isinstance(f, Fragment) for f in cut):
+        raise ValueError(f"fragments must be Fragments, got {cut!r:.120}")
+    rows = [require_count(f"row of fragments[{i}]", row, low=0) for i, f in enumerate(cut) for row in f.samples]
     if len(set(rows)) != len(rows):
         raise ValueError(f"fragments must hold rows >= 0, each once, got {rows!r:.120}")
     complete: dict[int, float] = {}
-    touched = sharing(fragments, group_size)
+    touched = sharing(cut, group_size)
     for groups, time in zip(touched, times, strict=True):
         for group in groups:
             complete[group] = max(time, complete.get(group, -math.inf))
