@@ -69,7 +69,7 @@ def require_fragments(fragments: Any) -> int:
         raise ValueError(f"fragments must be a non-empty tuple of Fragment, got {fragments!r:.120}")
     seen: set[int] = set()
     for i, (index, samples) in enumerate(fragments):
-        if isinstance(index, bool) or index != i:
+        if require_count(f"fragments[{i}].index", index, low=0) != i:
             raise ValueError(f"fragments must have indices 0..M-1 in order, got {index!r} at place {i}")
         if not isinstance(samples, tuple) or not samples:
             raise ValueError(f"fragments[{i}].samples must be a non-empty tuple of rows, got {samples!r:.120}")
@@ -123,6 +123,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         n = require_fragments(self.fragments)
+        plain = (Fragment(i, tuple(map(int, f.samples))) for i, f in enumerate(self.fragments))  # json knows no numpy
+        object.__setattr__(self, "fragments", tuple(plain))
         for name in ("group_size", "timesteps", "pack"):
             object.__setattr__(self, name, require_count(name, getattr(self, name)))
         if n % self.group_size:
@@ -154,7 +156,8 @@ class Trace:
     """What happened when: what `simulate` predicts and what an executor measures, in one type.
 
     intervals: by start; zero-length ones left out. ends: seconds at the end of each global step (its publication done).
-    ValueError: an interval that ends before it starts, out of order, of unknown kind or resource; ends not ascending.
+    ValueError: no tuples; an interval that ends before it starts, out of order, of unknown kind or resource; ends not
+    ascending.
     """
 
     intervals: tuple[Interval, ...]
@@ -162,11 +165,20 @@ class Trace:
 
     def __post_init__(self) -> None:
         before = -math.inf
+        for name in ("intervals", "ends"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.120}")
         for interval in self.intervals:
+            if not isinstance(interval, Interval):
+                raise ValueError(f"intervals must be a tuple of Interval, got {interval!r:.120}")
             resource, kind, start, end, *_ = interval
+            for name, seconds in (("start", start), ("end", end)):
+                if not isinstance(seconds, int | float):  # numpy's float64 is a float
+                    require_number(f"{name} of intervals", seconds)
             if not (before <= start <= end < math.inf) or start == -math.inf:
                 raise ValueError(f"intervals must be finite, by start, start <= end, got {interval} after {before}")
-            if kind not in KINDS or not (resource in ("generator", "trainer", "cluster") or resource[:7] == "reward/"):
+            known = resource in ("generator", "trainer", "cluster") or str(resource).startswith("reward/")
+            if kind not in KINDS or not known:
                 raise ValueError(f"intervals must have a known kind and resource, got {interval}")
             before = start
         if not self.ends:
