@@ -122,6 +122,8 @@ def run_blocks(page: str, text: str) -> int:
 
 def test_every_module_has_a_page_that_the_site_shows():
     assert documented() == modules() - WITHOUT_A_PAGE
+    listed = re.findall(r"^\| \[`([\w.]+)`\]\(\1\.md\)", (DOCS / "reference" / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(documented())
     site = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES:
         assert f" {page.relative_to(DOCS)}\n" in site, f"{page.name} is in no menu"
