@@ -387,7 +387,7 @@ for t, t_next in zip(times[:-1], times[1:]):
 axes[1].plot(times[:-1], formula, color=GREY, label="formula")
 axes[1].plot(times[:-1], admitted, "o", color=BLUE, label="kl_proxy, by bisection")
 for i in (0, 9):
-    axes[1].annotate(f"{admitted[i]:.4f}", (times[i], admitted[i]), (-36 if i == 0 else 10, -14 if i == 0 else -6), textcoords="offset points")
+    axes[1].annotate(f"{admitted[i]:.4f}", (times[i], admitted[i]), (-52 if i == 0 else 10, -4 if i == 0 else -6), textcoords="offset points")
 axes[1].set(yscale="log", xlabel="t of the step (10 steps, shift 3)", title="largest rms drift inside radius 1e-5")
 axes[1].legend(fontsize=9);
 
