@@ -10,8 +10,8 @@
 # | direction | $G$ lives in data space: moving $x_0$ along $G$ raises the reward |
 # | target | $v_\text{target} = v_\text{old} - G$ |
 #
-# DiffusionART's paper writes $u = x_0 - \varepsilon = -v$. Whoever mixes the two trains *down* the reward, and no loss curve tells. This
-# page draws the convention, steps into the trap on purpose, and shows what catches it.
+# DiffusionART's paper writes $u = x_0 - \varepsilon = -v$. Whoever mixes the two trains *down* the reward, and no loss curve tells. This page
+# draws the convention, steps into the trap on purpose, and shows what catches it.
 
 # %%
 # %matplotlib inline
@@ -37,8 +37,8 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", 
 # %% [markdown]
 # ## A flow whose velocity is known
 #
-# The data are five blobs on a circle. For a mixture of Gaussians the mean of $x_0$ given $x_t$ is a closed form, and so is the
-# velocity: $v = E[\varepsilon - x_0 \mid x_t] = (x_t - E[x_0 \mid x_t])/t$.
+# The data are five blobs on a circle. For a mixture of Gaussians the mean of $x_0$ given $x_t$ is a closed form, and so is the velocity:
+# $v = E[\varepsilon - x_0 \mid x_t] = (x_t - E[x_0 \mid x_t])/t$.
 
 # %%
 angles = torch.arange(5) * 2 * math.pi / 5 + math.pi / 2
@@ -76,12 +76,11 @@ for axis, t in zip(axes, (1.0, 0.7, 0.35, 0.1)):
     axis.set(xlim=(-2.8, 2.8), ylim=(-2.8, 2.8), aspect="equal", title=f"t = {t:g}" + (" (noise)" if t == 1 else ""))
 
 # %% [markdown]
-# Blue: 300 samples on their way, from left to right. Grey: $v$. **Look at the arrows at $t = 0.1$: they point away from the blobs**, from
-# data to noise, because $v = \varepsilon - x_0$. Sampling walks against them: $x_{t'} = x_t - (t - t')\,v$. (The arrows of the last
-# panel are drawn to a smaller scale: between the blobs $v$ grows like $1/t$.)
+# Blue: 300 samples on their way, from left to right. Grey: $v$. **Look at the arrows at $t = 0.1$: they point away from the blobs**, from data to
+# noise, because $v = \varepsilon - x_0$. Sampling walks against them: $x_{t'} = x_t - (t - t')\,v$. (The arrows of the last panel are drawn to a
+# smaller scale: between the blobs $v$ grows like $1/t$.)
 #
-# Two inverses come with the path, and most mistakes are a mix-up of these:
-# $x_0 = x_t - t\,v$ and $\varepsilon = x_t + (1-t)\,v$.
+# Two inverses come with the path, and most mistakes are a mix-up of these: $x_0 = x_t - t\,v$ and $\varepsilon = x_t + (1-t)\,v$.
 
 # %%
 x_0, noise = torch.tensor([[2.0, -1.0]]), torch.tensor([[0.5, 0.5]])
@@ -105,14 +104,14 @@ axes[0].legend(loc="upper left", fontsize=9)
 print(f"rms of the samples: {path.x_0.square().mean().sqrt():.2f} with v, {wrong.x_0.square().mean().sqrt():.3g} with -v")
 
 # %% [markdown]
-# Mind the axes on the right. A *whole model* with the wrong sign cannot be overlooked: everything flies away. The trap is the case where
-# the sampler is right and only the **direction** has the wrong sign.
+# Mind the axes on the right. A *whole model* with the wrong sign cannot be overlooked: everything flies away. The trap is the case where the
+# sampler is right and only the **direction** has the wrong sign.
 #
 # ## The trap: where does the direction point?
 #
-# One prompt, eight samples, a reward. `aggregate_direction` gives $G = C/\mathrm{rms}(C)$ with
-# $C = \frac1k \sum_i (R_i - \bar R)(x_i - \bar x)$. Now the one question that matters: at a state $x_t$, what does a change of the velocity do to the
-# sample the model is heading for, $x_0 = x_t - t\,v$? Subtracting $G$ from $v$ *adds* $t\,G$ to it.
+# One prompt, eight samples, a reward. `aggregate_direction` gives $G = C/\mathrm{rms}(C)$ with $C = \frac1k \sum_i (R_i - \bar R)(x_i - \bar x)$.
+# Now the one question that matters: at a state $x_t$, what does a change of the velocity do to the sample the model is heading for,
+# $x_0 = x_t - t\,v$? Subtracting $G$ from $v$ *adds* $t\,G$ to it.
 
 # %%
 goal = torch.tensor([1.0, 1.0])
@@ -143,13 +142,13 @@ for name, end in heads_for.items():
     print(f"{name:10} heads for ({end[0, 0]:+.2f}, {end[0, 1]:+.2f}), reward {-(end - goal).square().sum():.2f}")
 
 # %% [markdown]
-# Dots: the group, brighter is better; the cross is the best point. Green heads uphill, orange downhill. In a paper with $u = -v$ the right formula reads
-# $u_\text{old} + G$; carried over letter by letter to a diffusers model it is the orange arrow.
+# Dots: the group, brighter is better; the cross is the best point. Green heads uphill, orange downhill. In a paper with $u = -v$ the right formula
+# reads $u_\text{old} + G$; carried over letter by letter to a diffusers model it is the orange arrow.
 #
 # ## Why no loss curve tells
 #
-# Losses, norms, KLs and inner products are even: flip the sign of every velocity and they stay. Even the first-update check (*the loss is exactly 1*)
-# holds for both signs, because $\|v - (v_\text{old} \pm G)\|^2 = \|G\|^2 = 1$ at $v = v_\text{old}$.
+# Losses, norms, KLs and inner products are even: flip the sign of every velocity and they stay. Even the first-update check (*the loss is exactly
+# 1*) holds for both signs, because $\|v - (v_\text{old} \pm G)\|^2 = \|G\|^2 = 1$ at $v = v_\text{old}$.
 
 # %%
 d = 0.1 * torch.randn(1, 2, generator=torch.Generator().manual_seed(5))  # a drift of the policy after one update
@@ -171,8 +170,8 @@ for name in rows["right"]:
     print(f"{name:33}", *(f"{float(rows[sign][name]):10.4f}" for sign in ("right", "wrong")))
 
 # %% [markdown]
-# Every line agrees but the last. Now train both, on the toy of page 01: four prompts that start at the origin, the reward is minus the squared distance to
-# the compass point. The port below changes one sign in the objective and nothing else.
+# Every line agrees but the last. Now train both, on the toy of page 01: four prompts that start at the origin, the reward is minus the squared
+# distance to the compass point. The port below changes one sign in the objective and nothing else.
 
 # %%
 def ported(algorithm):
@@ -221,13 +220,13 @@ axes[3].set(title="reward", xlabel="iteration")
 axes[3].legend(fontsize=9);
 
 # %% [markdown]
-# Colours are prompts, crosses where each should go. In the loss panel the two runs lie on one another at update 1; at update 2 the *wrong* one looks calmer (the right
-# one has arrived and jitters about its goal). The reward is the only witness, and in a real run a noisy one, hours in.
+# Colours are prompts, crosses where each should go. In the loss panel the two runs lie on one another at update 1; at update 2 the *wrong* one
+# looks calmer (the right one has arrived and jitters about its goal). The reward is the only witness, and in a real run a noisy one, hours in.
 #
 # ## What catches it, in seconds
 #
-# `diagnose` (on the command line: `diffrl doctor`) asks whether the set-up learns the right way *at all*. It redraws the same seeds after a few steps
-# and compares, which takes the noise of new samples out.
+# `diagnose` (on the command line: `diffrl doctor`) asks whether the set-up learns the right way *at all*. It redraws the same seeds after a few
+# steps and compares, which takes the noise of new samples out.
 
 # %%
 for name, algorithm in (("right", art()), ("wrong sign in the objective", ported(art())), ("wrong sign in the credit", art(scale=-1.0))):
@@ -235,8 +234,8 @@ for name, algorithm in (("right", art()), ("wrong sign in the objective", ported
     print(diagnose(toy_model(), algorithm, PROMPTS, toward_compass, group_size=32, learning_rate=0.02))
 
 # %% [markdown]
-# Only the last line differs. With the sign wrong in the objective the samples move *against* the direction; with the sign wrong in the credit they follow it, but the
-# reward falls. Both fail.
+# Only the last line differs. With the sign wrong in the objective the samples move *against* the direction; with the sign wrong in the credit they
+# follow it, but the reward falls. Both fail.
 #
 # And what `diagnose` cannot see: a model in the paper's convention, wired in as it is.
 
@@ -250,14 +249,14 @@ def paper_model():
 print(diagnose(paper_model(), art(), PROMPTS, toward_compass, group_size=32, learning_rate=0.02))
 
 # %% [markdown]
-# Everything passes, and rightly so: sampler, direction and regression agree with each other. The sampler integrates *whatever field it is given*, and
-# subtracting $G$ from that field moves its samples along $+G$. The set-up learns, but it starts from samples that fly away: compare the mean reward with the one
-# above. **Look at the first pictures of a new model before anything else.**
+# Everything passes, and rightly so: sampler, direction and regression agree with each other. The sampler integrates *whatever field it is given*,
+# and subtracting $G$ from that field moves its samples along $+G$. The set-up learns, but it starts from samples that fly away: compare the mean
+# reward with the one above. **Look at the first pictures of a new model before anything else.**
 #
 # ## Axes: prompt-major
 #
-# A batch has $b = g \times k$ rows: all $k$ samples of the first prompt, then those of the second. A flat batch does not say which it is, so functions that need
-# groups take `" g k"` and never guess. What if somebody reshapes it the other way round?
+# A batch has $b = g \times k$ rows: all $k$ samples of the first prompt, then those of the second. A flat batch does not say which it is, so
+# functions that need groups take `" g k"` and never guess. What if somebody reshapes it the other way round?
 
 # %%
 g, k = 4, 8
@@ -291,14 +290,14 @@ print(f"loss of the first update:   {runs['right sign'][1][-1]['loss/update_1']:
 print(diagnose(toy_model(), art()._replace(credit=strangers), PROMPTS, toward_compass, group_size=32, learning_rate=0.02).checks[-1])
 
 # %% [markdown]
-# Row 1 is the flat batch, coloured by prompt. In row 3 every group holds two samples of each prompt: its covariance pulls all prompts to one place, where their
-# rewards cancel. The loss of the first update is still 1. `diagnose` notices: the reward of these samples may creep up (the width shrinks), but they do not follow
-# the direction they were told.
+# Row 1 is the flat batch, coloured by prompt. In row 3 every group holds two samples of each prompt: its covariance pulls all prompts to one
+# place, where their rewards cancel. The loss of the first update is still 1. `diagnose` notices: the reward of these samples may creep up (the
+# width shrinks), but they do not follow the direction they were told.
 #
 # ## A reward that is missing
 #
-# A reward of `nan` (or inf) means *this sample has no reward*: the judge crashed, timed out, refused. Such a sample leaves its group, and nothing else
-# happens. The tempting alternative, a number in its place, is a reward that nobody gave:
+# A reward of `nan` (or inf) means *this sample has no reward*: the judge crashed, timed out, refused. Such a sample leaves its group, and nothing
+# else happens. The tempting alternative, a number in its place, is a reward that nobody gave:
 
 # %%
 told = rewards.clone()
@@ -321,8 +320,8 @@ for axis, (name, values) in zip(axes, cases.items()):
     axis.set(xlim=(-2.4, 1.6), ylim=(-1.8, 1.5), aspect="equal", title=name)
 
 # %% [markdown]
-# The arrow is $G$, the ring the sample without a reward. Rewards here are negative, so 0 is better than any of them: the judge that failed has praised the sample, and
-# $G$ turns towards it. A model learns that quickly. Below, the judge is blind left of $x = -0.4$:
+# The arrow is $G$, the ring the sample without a reward. Rewards here are negative, so 0 is better than any of them: the judge that failed has
+# praised the sample, and $G$ turns towards it. A model learns that quickly. Below, the judge is blind left of $x = -0.4$:
 
 # %%
 def half_blind(points, prompts):
@@ -351,12 +350,13 @@ axes[2].legend(fontsize=9)
 print(f"reward/missing at the end: {judged['nan: no reward'][1][-1]['reward/missing']:.0%} and {judged['nan replaced by 0'][1][-1]['reward/missing']:.0%}")
 
 # %% [markdown]
-# Grey is where nobody looks. With `nan` three prompts arrive and the fourth goes as far as it is judged, and somewhat beyond. With 0 instead, three of four
-# prompts hide in the grey. **The reported curves cannot be told apart**; `reward/missing` and the true reward can.
+# Grey is where nobody looks. With `nan` three prompts arrive and the fourth goes as far as it is judged, and somewhat beyond. With 0 instead,
+# three of four prompts hide in the grey. **The reported curves cannot be told apart**; `reward/missing` and the true reward can.
 #
 # ## Change this
 #
 # 1. Give `port` a sampler that also walks the other way (`time_grid` cannot; write the Euler step). Does the picture come back?
-# 2. Replace `art()` by `nft()` or `flow_grpo(...)` in `learn`. Does `ported` still do harm? Which pieces of those algorithms know a direction at all?
+# 2. Replace `art()` by `nft()` or `flow_grpo(...)` in `learn`. Does `ported` still do harm? Which pieces of those algorithms know a direction at
+#    all?
 # 3. Lower `group_size` of `diagnose` to 2. Does it still separate right from wrong? What does the error bar of its last line say?
 # 4. Let the judge of the last section fail at random, for half of all samples. How much slower does the model learn? And with `nan_to_num(-10.0)`?

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # 03 · The theory, in closed form
 #
-# The statements that DiffusionART and DiffusionNFT rest on, each drawn twice: as a curve from its formula, and as points measured by calling the library's
-# functions (mostly through autograd) on a world so small that every expectation is an exact sum. Curve and points should be one; where a statement stops
-# being true, that is drawn too.
+# The statements that DiffusionART and DiffusionNFT rest on, each drawn twice: as a curve from its formula, and as points measured by calling the
+# library's functions (mostly through autograd) on a world so small that every expectation is an exact sum. Curve and points should be one; where a
+# statement stops being true, that is drawn too.
 #
-# Signs as in page 02: $x_t = (1-t)x_0 + t\varepsilon$, $u = \varepsilon - x_0$ for one sample, $v = E[u \mid x_t]$ for a model. $r \in [0, 1]$ is the
-# probability that a sample is good, $q = E[r \mid s]$ at a state $s = x_t$, and $g = \mathrm{Cov}(r, u \mid s)$ is *guidance*.
+# Signs as in page 02: $x_t = (1-t)x_0 + t\varepsilon$, $u = \varepsilon - x_0$ for one sample, $v = E[u \mid x_t]$ for a model. $r \in [0, 1]$ is
+# the probability that a sample is good, $q = E[r \mid s]$ at a state $s = x_t$, and $g = \mathrm{Cov}(r, u \mid s)$ is *guidance*.
 
 # %%
 # %matplotlib inline
@@ -60,8 +60,8 @@ def moments(w, u):
 # %% [markdown]
 # ## Lemma 2: a covariance is a direction
 #
-# Prefer good pictures a little: $p_\tau \propto p\,e^{\tau R}$. Where does the mean picture go? $\frac{d}{d\tau}E_\tau[x_0]\big|_0 = \mathrm{Cov}(R, x_0)$. The
-# covariance needs samples and rewards, and no gradient of the reward.
+# Prefer good pictures a little: $p_\tau \propto p\,e^{\tau R}$. Where does the mean picture go?
+# $\frac{d}{d\tau}E_\tau[x_0]\big|_0 = \mathrm{Cov}(R, x_0)$. The covariance needs samples and rewards, and no gradient of the reward.
 
 # %%
 taus = torch.linspace(-6, 6, 121)
@@ -92,9 +92,10 @@ print(f"exact {exact.tolist()}, from samples {C.tolist()}")
 #
 # ## The fine print: one direction for all states is exact at pure noise only
 #
-# $G$ is one direction per prompt, used at every state of every trajectory. The exact tilt of the velocity is per state, $\mathrm{Cov}(R, u \mid s)$. Their means
-# agree at $t = 1$, where the state says nothing about the picture; later the state already knows which picture it will become, and there is less left to
-# steer. For a linear reward $R = a\,x_0$ on Gaussian data it is $|a| S^2 t / ((1-t)^2 S^2 + t^2)$.
+# $G$ is one direction per prompt, used at every state of every trajectory. The exact tilt of the velocity is per state,
+# $\mathrm{Cov}(R, u \mid s)$. Their means agree at $t = 1$, where the state says nothing about the picture; later the state already knows which
+# picture it will become, and there is less left to steer. For a linear reward $R = a\,x_0$ on Gaussian data it is
+# $|a| S^2 t / ((1-t)^2 S^2 + t^2)$.
 
 # %%
 def share_of_tilt(t, n=4000):
@@ -117,13 +118,13 @@ axis.set(xlabel="t", title="steering left at a state, over the prompt's covarian
 axis.legend(fontsize=9, loc="upper right");
 
 # %% [markdown]
-# All meet at 1 on the right. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained there is noise. This is
-# why `art_flash`, which trains only the noisiest steps, loses so little.
+# All meet at 1 on the right. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained
+# there is noise. This is why `art_flash`, which trains only the noisiest steps, loses so little.
 #
 # ## Lemma 1: good and bad lie on one line
 #
-# Let $v^+$ be the velocity of the good pictures (law $\propto r\,p$) and $v^-$ that of the bad ones. Then
-# $q\,(v^+ - v) = (1-q)(v - v^-) = g$: whatever the picture, the three velocities lie on a line, and $v$ divides it in the ratio of $q$.
+# Let $v^+$ be the velocity of the good pictures (law $\propto r\,p$) and $v^-$ that of the bad ones. Then $q\,(v^+ - v) = (1-q)(v - v^-) = g$:
+# whatever the picture, the three velocities lie on a line, and $v$ divides it in the ratio of $q$.
 
 # %%
 t = 0.6
@@ -159,7 +160,8 @@ axes[1].legend();
 #
 # ## Proposition 1: what DiffusionNFT's loss really pulls on
 #
-# NFT regresses $v_\text{old} + \beta d$ on the good and $v_\text{old} - \beta d$ on the bad samples, $d = v - v_\text{old}$. The force (minus the gradient) is
+# NFT regresses $v_\text{old} + \beta d$ on the good and $v_\text{old} - \beta d$ on the bad samples, $d = v - v_\text{old}$. The force (minus the
+# gradient) is
 #
 # | branches | force, over $2t^2/D$ |
 # |---|---|
@@ -167,8 +169,8 @@ axes[1].legend();
 # | positive alone | $g + q\,e - q\,\beta d$ |
 # | negative alone | $g - (1-q)\,e - (1-q)\,\beta d$ |
 #
-# with $e = v - v_\text{old}$ for the *exact* velocity $v$ of the samples: how far the old model is from the flow of its own samples. The term in $e$ is about the model, not about the
-# reward.
+# with $e = v - v_\text{old}$ for the *exact* velocity $v$ of the samples: how far the old model is from the flow of its own samples. The term in
+# $e$ is about the model, not about the reward.
 
 # %%
 def force(branch, s, t, v_old, d, beta, weight=flat_weight):
@@ -204,14 +206,14 @@ for axis, weight, title in zip(axes, (flat_weight, inverse_abs_error), ("flat we
 axes[0].legend();
 
 # %% [markdown]
-# On the right the self-normalising weight of the published code, $1/\mathrm{mean}|e|$ per sample: the same statement holds with each sample's probability divided by its
-# error, which is not this posterior. So the points leave the line.
+# On the right the self-normalising weight of the published code, $1/\mathrm{mean}|e|$ per sample: the same statement holds with each sample's
+# probability divided by its error, which is not this posterior. So the points leave the line.
 #
 # ## Collapse: one branch alone consumes itself
 #
-# Take away the reward: $r$ is constant, $g = 0$, nothing to learn. One dimension, $N(0,1)$ data, ten Euler steps. Euler's own error makes the samples too narrow (std
-# .833): $e \neq 0$ from the start. Each iteration trains on the model's own samples. The recursion has a closed form with one constant
-# $c$: $q$, $-(1-q)$ or $2q - 1$.
+# Take away the reward: $r$ is constant, $g = 0$, nothing to learn. One dimension, $N(0,1)$ data, ten Euler steps. Euler's own error makes the
+# samples too narrow (std .833): $e \neq 0$ from the start. Each iteration trains on the model's own samples. The recursion has a closed form with
+# one constant $c$: $q$, $-(1-q)$ or $2q - 1$.
 
 # %%
 times = time_grid(10, shift=3.0, dtype=torch.float64)
@@ -281,14 +283,16 @@ axes[1].set(title="the samples' law after 20 iterations", ylim=(0, 1.05))
 axes[1].legend(fontsize=9, loc="upper left");
 
 # %% [markdown]
-# The positive branch alone contracts to a point, the negative one explodes (to 10^10, out of the picture), though **no reward was ever given**. Both together rest only at
-# $q = 1/2$, which centred rewards reach on average but not at every state. ART's direction is a centred covariance, so equal rewards give exactly zero and nothing
-# moves, to the bit. (The dips on the way to the explosion: there the map from noise to sample passes through zero and turns over.)
+# The positive branch alone contracts to a point, the negative one explodes (to 10^10, out of the picture), though **no reward was ever given**.
+# Both together rest only at $q = 1/2$, which centred rewards reach on average but not at every state. ART's direction is a centred covariance, so
+# equal rewards give exactly zero and nothing moves, to the bit. (The dips on the way to the explosion: there the map from noise to sample passes
+# through zero and turns over.)
 #
 # ## Proposition 2: linear guidance plus quadratic restoration
 #
-# Per sample, with $h = u - v_\text{old}$, and exactly: $r|\beta d - h|^2 + (1-r)|\beta d + h|^2 = |h|^2 - 2\beta(2r-1)\langle d, h\rangle + \beta^2|d|^2$. The reward
-# only tilts a parabola that holds the policy at $v_\text{old}$.
+# Per sample, with $h = u - v_\text{old}$, and exactly:
+# $r|\beta d - h|^2 + (1-r)|\beta d + h|^2 = |h|^2 - 2\beta(2r-1)\langle d, h\rangle + \beta^2|d|^2$. The reward only tilts a parabola that holds
+# the policy at $v_\text{old}$.
 
 # %%
 ds, h, beta = torch.linspace(-1.6, 1.6, 200), 1.0, 1.0
@@ -311,8 +315,8 @@ axis.legend(title="points: losses.nft", fontsize=9, loc="upper center");
 # ## Restoration by a frozen target, and by an average
 #
 # ART keeps no running average. Its target is frozen over two updates: the first has force $-G$ alone, the second $-G - d$. For a linear model
-# $v = \Phi\theta$ trained $m$ times on one window, $d_m = [I - (I-K)^m]\,h$ with $K = \frac{2\,\text{lr}}{n}\Phi\Phi^\top$. An average with retention $\eta$ instead lags behind a policy that moves by $\Delta$ per
-# iteration by $\eta\Delta/(1-\eta)$ in the end.
+# $v = \Phi\theta$ trained $m$ times on one window, $d_m = [I - (I-K)^m]\,h$ with $K = \frac{2\,\text{lr}}{n}\Phi\Phi^\top$. An average with
+# retention $\eta$ instead lags behind a policy that moves by $\Delta$ per iteration by $\eta\Delta/(1-\eta)$ in the end.
 
 # %%
 phi, h, lr = normal(3, 2, seed=8), normal(3, 1, seed=9), 0.25
@@ -347,14 +351,14 @@ axes[1].set(xlabel="iteration", title="lag of an average, in steps of the policy
 axes[1].legend(fontsize=9);
 
 # %% [markdown]
-# ART stays in the grey strip on the left: two updates, of which the second already brakes. (Three states and two parameters: not every pull can be followed, which is why drifts do
-# not end at the numbers of the legend.)
+# ART stays in the grey strip on the left: two updates, of which the second already brakes. (Three states and two parameters: not every pull can be
+# followed, which is why drifts do not end at the numbers of the legend.)
 #
 # ## The trust region
 #
-# A state is dropped only if it has moved too far *and* its force would carry it further out. With $h = -G$ the force is $h - d$, and it points outward exactly inside the ball
-# $|d - h/2| < |h|/2$. "Too far" is measured by the KL between the two Gaussian transitions the step would have as an SDE,
-# $m = \frac{D}{2}\frac{1-t}{t}\left(\frac1\eta + \frac\eta2\right)^2 \overline{d^2}$ with $D = t - t'$, against a radius of $10^{-5}$.
+# A state is dropped only if it has moved too far *and* its force would carry it further out. With $h = -G$ the force is $h - d$, and it points
+# outward exactly inside the ball $|d - h/2| < |h|/2$. "Too far" is measured by the KL between the two Gaussian transitions the step would have as
+# an SDE, $m = \frac{D}{2}\frac{1-t}{t}\left(\frac1\eta + \frac\eta2\right)^2 \overline{d^2}$ with $D = t - t'$, against a radius of $10^{-5}$.
 
 # %%
 across, up = torch.linspace(-0.5, 1.3, 241), torch.linspace(-0.8, 0.8, 241)
@@ -392,13 +396,14 @@ axes[1].set(yscale="log", xlabel="t of the step (10 steps, shift 3)", title="lar
 axes[1].legend(fontsize=9);
 
 # %% [markdown]
-# Left: dropped is what lies inside the solid ball and outside the dotted circle of the radius (here $5 \cdot 10^{-3}$, so that it can be seen). A state that has overshot its target, or moved
-# sideways, is kept: its force brings it back. Right: one radius allows a drift thirty times larger at pure noise than at the last step.
+# Left: dropped is what lies inside the solid ball and outside the dotted circle of the radius (here $5 \cdot 10^{-3}$, so that it can be seen). A
+# state that has overshot its target, or moved sideways, is kept: its force brings it back. Right: one radius allows a drift thirty times larger at
+# pure noise than at the last step.
 #
 # ## How much of G is noise
 #
-# Eight samples in a latent of 192 numbers: how well can their covariance point? For a linear reward on Gaussian data the cosine with the true direction has a law:
-# $\cos^2 \sim \mathrm{Beta}(\frac{k-1}{2}, \frac{D-1}{2})$, with mean $\frac{k-1}{k+D-2}$.
+# Eight samples in a latent of 192 numbers: how well can their covariance point? For a linear reward on Gaussian data the cosine with the true
+# direction has a law: $\cos^2 \sim \mathrm{Beta}(\frac{k-1}{2}, \frac{D-1}{2})$, with mean $\frac{k-1}{k+D-2}$.
 
 # %%
 def squared_cosines(k, D, n):
@@ -431,13 +436,15 @@ axes[1].set_xticks(ks.tolist(), [str(int(k)) for k in ks])
 axes[1].minorticks_off()
 
 # %% [markdown]
-# Never negative, but with eight samples of 192 numbers $\cos^2$ is .035: in one iteration $G$ is mostly noise. Training works because the noise of many prompts and iterations averages out
-# and the signal does not. `diffrl.directions` estimates how much is signal.
+# Never negative, but with eight samples of 192 numbers $\cos^2$ is .035: in one iteration $G$ is mostly noise. Training works because the noise of
+# many prompts and iterations averages out and the signal does not. `diffrl.directions` estimates how much is signal.
 #
 # ## Change this
 #
-# 1. Give all six points the same reward, or make one of them much better than the rest. What happens to the length of the orange arrow of Lemma 2, and to $G$ after normalising?
+# 1. Give all six points the same reward, or make one of them much better than the rest. What happens to the length of the orange arrow of Lemma 2,
+#    and to $G$ after normalising?
 # 2. Move $s$ in Lemma 1 close to a point, or lower $t$. When do $v^+$ and $v^-$ become one? (Compare with the fine print above.)
 # 3. Start the collapse from a perfect sampler: `time_grid(1000)`. Does the positive branch still contract?
-# 4. In the trust region use `dance_sde_step` or `cps_step` as the reference kernel (`kl_proxy(..., step=...)`). Which allows most at the last steps?
+# 4. In the trust region use `dance_sde_step` or `cps_step` as the reference kernel (`kl_proxy(..., step=...)`). Which allows most at the last
+#    steps?
 # 5. Replace the linear reward of the last section by the quadratic $R = -|x - a|^2$. Does the law still hold?

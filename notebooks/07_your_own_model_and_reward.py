@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 07 · Your own model, your own reward
 #
-# What it takes to train *your* diffusers pipeline on *your* idea of a good picture: one call for the model, one function for the reward, a check of a few seconds, and a loop.
-# Then what happens afterwards: export, reload into diffusers, resume. The pipeline here is the shipped one of 2.9 million parameters (a real
-# `StableDiffusion3Pipeline`), so that the page runs on two CPU cores; for another, change the one line that loads it.
+# What it takes to train *your* diffusers pipeline on *your* idea of a good picture: one call for the model, one function for the reward, a check
+# of a few seconds, and a loop. Then what happens afterwards: export, reload into diffusers, resume. The pipeline here is the shipped one of 2.9
+# million parameters (a real `StableDiffusion3Pipeline`), so that the page runs on two CPU cores; for another, change the one line that loads it.
 
 # %%
 # %matplotlib inline
@@ -49,9 +49,9 @@ print("cond of one prompt:", {name: tuple(value.shape) for name, value in model.
 # %% [markdown]
 # ## The same by hand
 #
-# A pipeline that `from_pipeline` does not know needs these six functions and nothing else. Here they are written out for this one, training two layers instead of a LoRA.
-# Three things go wrong most often: the time must be what the network was trained on (diffusers: $1000\,t$), the sign must be $v = \varepsilon - x_0$ (page 02), and other `params` than the
-# live ones must be *used* for that call.
+# A pipeline that `from_pipeline` does not know needs these six functions and nothing else. Here they are written out for this one, training two
+# layers instead of a LoRA. Three things go wrong most often: the time must be what the network was trained on (diffusers: $1000\,t$), the sign
+# must be $v = \varepsilon - x_0$ (page 02), and other `params` than the live ones must be *used* for that call.
 
 # %%
 def by_hand(pipe, height=24, width=32):
@@ -104,8 +104,8 @@ print(f"largest difference after eight steps: {gap:.1e} in the latents, {levels}
 # %% [markdown]
 # ## A reward of your own
 #
-# Any function from pictures (`uint8`, b x h x w x 3, on the CPU) and prompts to one number each. This one likes left-right symmetry. A blank page is perfectly symmetric, so
-# it gets no reward at all: `nan` means *this sample does not count*.
+# Any function from pictures (`uint8`, b x h x w x 3, on the CPU) and prompts to one number each. This one likes left-right symmetry. A blank page
+# is perfectly symmetric, so it gets no reward at all: `nan` means *this sample does not count*.
 
 # %%
 def symmetry(images, prompts):
@@ -143,9 +143,11 @@ check = {"group_size": 6, "steps": 6, "iterations": 2}
 print(diagnose(model, algorithm, prompts[:4], symmetry, **check))
 
 # %% [markdown]
-# (The cosine is small and positive: a LoRA at this learning rate moves samples in many ways, and a little of it along $G$. Its sign is what counts.)
+# (The cosine is small and positive: a LoRA at this learning rate moves samples in many ways, and a little of it along $G$. Its sign is what
+# counts.)
 #
-# Two set-ups with a mistake: a network left in train mode, so that every call draws another dropout mask, and a reward that says the same of everything.
+# Two set-ups with a mistake: a network left in train mode, so that every call draws another dropout mask, and a reward that says the same of
+# everything.
 
 # %%
 def with_dropout(model, share=0.05):
@@ -160,7 +162,8 @@ print("---- a reward that is always 1")
 print(diagnose(mine, algorithm, prompts[:4], lambda images, prompts: torch.ones(len(images)), **check))
 
 # %% [markdown]
-# Read them from the top: a model that does not repeat itself makes every line below meaningless, also those that say `ok`. A `?` is a question that could not be asked: with no group alive there is no gradient.
+# Read them from the top: a model that does not repeat itself makes every line below meaningless, also those that say `ok`. A `?` is a question
+# that could not be asked: with no group alive there is no gradient.
 #
 # ## Train
 #
@@ -182,8 +185,9 @@ trained = model.decode(latents(model))
 show({"base": base, "10 iterations": trained})
 
 # %% [markdown]
-# It has learned *exactly what was asked*: nobody asked for the number. Compare the numbers under the pictures, then look at what they cost. A reward is a specification; add to it what
-# must not be lost, e.g. `weighted_sum({"read": ocr(), "symmetry": symmetry})`, and judge by something the model was not trained on.
+# It has learned *exactly what was asked*: nobody asked for the number. Compare the numbers under the pictures, then look at what they cost. A
+# reward is a specification; add to it what must not be lost, e.g. `weighted_sum({"read": ocr(), "symmetry": symmetry})`, and judge by something
+# the model was not trained on.
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(12, 3), layout="constrained")
@@ -197,12 +201,14 @@ axes[2].plot([row["drift_rms/update_2"] for row in rows], "o-")
 axes[2].set(title="rms drift of v at update 2", xlabel="iteration", ylim=(0, None));
 
 # %% [markdown]
-# The first update's loss is 1 in every iteration, as it must be (a unit-RMS target, no drift yet): the cheapest check that a hand-made `velocity` gives the same numbers in rollout and
-# training. In the second, states beyond the trust region count as 0.
+# The first update's loss is 1 in every iteration, as it must be (a unit-RMS target, no drift yet): the cheapest check that a hand-made `velocity`
+# gives the same numbers in rollout and training. In the second, states beyond the trust region count as 0, and here that is most of them: at this
+# learning rate one step already leaves the radius.
 #
 # ## Export, and back into diffusers
 #
-# `model.export` writes what the pipeline class reads. A fresh pipeline, that has never heard of this library, draws from the same noise with its own sampler:
+# `model.export` writes what the pipeline class reads. A fresh pipeline, that has never heard of this library, draws from the same noise with its
+# own sampler:
 
 # %%
 model.export(folder.name + "/adapter")
@@ -227,8 +233,8 @@ print(f"largest difference: {(trained.int() - reloaded.int()).abs().max()} grey 
 # %% [markdown]
 # ## Resume
 #
-# Another process, later: a fresh model and optimizer, the checkpoint of iteration 6, and the remaining four iterations. Prompts, seeds and optimizer state are functions of the iteration or
-# in the checkpoint, so the result is the same run.
+# Another process, later: a fresh model and optimizer, the checkpoint of iteration 6, and the remaining four iterations. Prompts, seeds and
+# optimizer state are functions of the iteration or in the checkpoint, so the result is the same run.
 
 # %%
 again = fresh(seed=123)  # other factors: they are overwritten
@@ -250,6 +256,7 @@ folder.cleanup()
 # ## Change this
 #
 # 1. Remove the `torch.where` from `symmetry`. Does the model find the blank page? Watch the ink.
-# 2. Train with `weighted_sum({"read": ocr(), "symmetry": symmetry}, {"read": 1.0, "symmetry": 0.5})` from `diffrl.rewards`. Which symmetric numbers survive?
+# 2. Train with `weighted_sum({"read": ocr(), "symmetry": symmetry}, {"read": 1.0, "symmetry": 0.5})` from `diffrl.rewards`. Which symmetric
+#    numbers survive?
 # 3. Train `mine` instead of `model`: two layers, no LoRA. It needs another learning rate; let `diagnose(..., learning_rate=...)` tell which.
 # 4. Put `timestep=t` instead of `1000 * t` into `by_hand`. Which lines of `diagnose` change? Which picture tells at once?
