@@ -356,7 +356,7 @@ print(f"reward/missing at the end: {judged['nan: no reward'][1][-1]['reward/miss
 # ## Change this
 #
 # 1. Give `port` a sampler that also walks the other way (`time_grid` cannot; write the Euler step). Does the picture come back?
-# 2. Replace `art()` by `nft()` or `flow_grpo(...)` in `learn`. Does `ported` still do harm? Which pieces of those algorithms know a direction at
-#    all?
+# 2. `ported` flips a `"direction"` in the credit. Which algorithms have none (`nft()`, `flow_grpo()`, `awm()`)? Flip the sign of what they have
+#    instead, and ask `diagnose`.
 # 3. Lower `group_size` of `diagnose` to 2. Does it still separate right from wrong? What does the error bar of its last line say?
 # 4. Let the judge of the last section fail at random, for half of all samples. How much slower does the model learn? And with `nan_to_num(-10.0)`?
