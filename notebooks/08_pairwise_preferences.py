@@ -251,7 +251,7 @@ for axis, measured, title in zip(axes[1:], (liked, exact), ("taste, 48 new sampl
     axis.invert_yaxis()
     axis.set(title=title)
     for i, value in enumerate(means):
-        axis.annotate(f"{value:.2f}", (0.03 * axis.get_xlim()[1], i), va="center", color="white", fontsize=10, weight="bold")
+        axis.annotate(f"{value:.2f}", (0.03 * axis.get_xlim()[1], i - 0.2), va="center", color="white", fontsize=9, weight="bold")
 
 # %%
 figure, axes = plt.subplots(5, len(prompts), figsize=(11.5, 4.6), layout="constrained")
