@@ -239,7 +239,7 @@ def compare(axis, schedules, colocated, rows, title, xlabel):
     """Speed over `colocated` of every schedule with its best division. rows: (x, cost, GPUs)."""
     for number, (name, schedule) in enumerate(schedules.items()):
         speed = [simulate(colocated, c, steps=8).period / simulate(schedule, best_split(n, schedule, c), steps=8).period for _, c, n in rows]
-        axis.plot(range(len(rows)), speed, "o-", label=name, linewidth=4 - number % 4, markersize=9 - 2 * (number % 4))  # equal ones show
+        axis.plot(range(len(rows)), speed, "o-", label=name, linewidth=1.5 if number else 6, alpha=1 if number else 0.4)  # under another of equal speed
     axis.axhline(1, color="grey", linestyle=":")
     axis.set_xticks(range(len(rows)), [str(x) for x, *_ in rows])
     axis.set(title=title, xlabel=xlabel)
