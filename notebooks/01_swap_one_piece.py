@@ -61,8 +61,7 @@ for axis, cloud, title in zip(axes, (before, after), ("before: four prompts, one
         axis.scatter(*cloud[c].T, s=5, alpha=0.5, color=colour, label=name)
     for goal in ((0, 1), (1, 0), (0, -1), (-1, 0)):
         axis.plot(*goal, "k+", markersize=12)
-    axis.set(xlim=(-2, 2), ylim=(-2, 2), title=title, aspect="equal")
-axes[0].set_ylim(-2, 2.6)
+    axis.set(xlim=(-2, 2), ylim=(-2, 2.6), title=title, aspect="equal")
 axes[0].legend(markerscale=3, fontsize=8, ncols=2, loc="upper center")
 axes[2].plot([row["loss/update_1"] for row in rows], label="loss, update 1")
 axes[2].plot([row["loss/update_2"] for row in rows], label="loss, update 2")
@@ -77,7 +76,8 @@ axes[2].legend(fontsize=8);
 #
 # The second update sees other samples and a policy that has moved: its loss is lower, because the first update went the same way. Where that would
 # take a sample outside the trust region the sample is masked (dotted); a masked sample counts as 0 in the mean, so **a low loss here is
-# no sign of a good fit**: read the two lines together. Near the goal the directions of different batches disagree, the policy moves less, and fewer are masked.
+# no sign of a good fit**: read the two lines together. After some thirty iterations the goal is reached, fewer samples are masked, and the loss of the second
+# update goes *up*. Nothing is wrong.
 #
 # ## Nine swaps and two controls
 #
@@ -191,7 +191,7 @@ columns = [8 * p + j for p in range(len(prompts)) for j in range(2)]
 figure, axes = plt.subplots(len(models), len(columns), figsize=(12, 3), layout="constrained")
 for line, (name, held_out) in zip(axes, found.items()):
     for axis, j in zip(line, columns):
-        axis.imshow(held_out.images[j])
+        axis.imshow(held_out.images[j], interpolation="nearest")
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set(color="#2f855a" if held_out.exact[j] == 1 else "#dd6b20", linewidth=1.5)
         if name == "base":

@@ -152,8 +152,8 @@ print("smallest KL proxy over the radius:", {name: f"{min(values) / 1e-5:.0f}x" 
 # %% [markdown]
 # **This is the naive trap.** It is tempting to train on the draft's samples and velocities, since they are already there. But a loss that
 # compares the live policy with $v_\text{old}$ then starts *outside* its trust region before the first update, and what it learns first is to
-# undo the rounding. On this task that breaks DiffusionNFT altogether within ten iterations (`ablations/fp4.py`: exact match .000; with the policy's
-# own velocities at the same states, .947). Sol-RL lets the draft choose, and nothing else.
+# undo the rounding. On this task that breaks DiffusionNFT altogether within ten iterations (`ablations/fp4.py`, "naive FP4": no number is read any
+# more; with the policy's own velocities at the same states it learns). Sol-RL lets the draft choose, and nothing else.
 #
 # ## Do the ranks agree?
 #
@@ -233,7 +233,7 @@ right.grid(alpha=0.25)
 # of the chosen **regress** towards the middle, as extremes of a noisy measurement always do; that is why the policy's samples are scored
 # again, and only those rewards are learned from.
 #
-# Four prompts are few: that NVFP4 ranks better than the policy at 2 steps is noise, and one prompt can be a tenth away from another. Over ten prompts and 96 seeds (`ablations/fp4.py`) NVFP4 stays at .82 to .86 from 4 steps on and MXFP4 at about .6 whatever the
+# Four prompts are few: that NVFP4 ranks better than the policy at 2 steps is noise, and one prompt can be a tenth away from another. Over ten prompts and 96 seeds (`ablations/fp4.py`) NVFP4 stays above .8 from 4 steps on and MXFP4 at about .6 whatever the
 # steps; Sol-RL reports .927 on released models.
 #
 # ## What choosing costs

@@ -318,7 +318,8 @@ print(f"seconds per step: {simulate(schedule, alone, steps=3).period:.2f} predic
 # Compare the shapes first: order of the bars, who waits for whom. Then the seconds. Where they differ there are two reasons. Stages in one
 # process get in each other's way, which a simulator of separate pools does not know; and whatever else the machine was doing is in the measured one
 # alone. (`python benchmarks/executors.py` compares the two where stages sleep for known times: there they agree within a few percent.)
-# **This shows that schedules run and are timed; a gain from overlap it does not show**: one process and two cores cannot show one.
+# **This shows that schedules run and are timed; a gain from overlap it does not show**, as generation and training take turns in one process. Where each has
+# a process of its own (`python benchmarks/overlap.py`, on Ray) there is one to be measured.
 #
 # A schedule says where and when, never what: the params are those of the plain loop. On the flow model of page 01, in float64:
 
