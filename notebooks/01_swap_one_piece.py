@@ -191,7 +191,7 @@ columns = [8 * p + j for p in range(len(prompts)) for j in range(2)]
 figure, axes = plt.subplots(len(models), len(columns), figsize=(12, 3), layout="constrained")
 for line, (name, held_out) in zip(axes, found.items()):
     for axis, j in zip(line, columns):
-        axis.imshow(held_out.images[j], interpolation="nearest")
+        axis.imshow(held_out.images[j])
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set(color="#2f855a" if held_out.exact[j] == 1 else "#dd6b20", linewidth=1.5)
         if name == "base":

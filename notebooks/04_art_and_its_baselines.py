@@ -135,10 +135,20 @@ axes[0, 0].legend(fontsize=8, loc="lower right")
 figure.supxlabel("iteration", fontsize=9)
 figure.supylabel("mean OCR reward of the training batch (band: one standard error)", fontsize=9);
 
+# %%
+print("first batch, nothing learned yet:", ", ".join(f"{name} {rows[0]['reward/mean']:.2f}" for name, (rows, _, _) in runs.items()))
+
 # %% [markdown]
-# What to look for. The dotted line is luck alone: it moves by several hundredths from one iteration to the next. The SDE methods start
-# elsewhere than the dotted line, because their samplers add noise on the way, so their training reward is that of *another sampler*:
-# compare methods after training, by one sampler, at held-out seeds. That is the table below.
+# What to look for.
+#
+# - **The dotted line is luck alone.** It climbs from .65 to .80 here, and no policy changed. A curve that follows it has learned nothing; one
+#   that leaves it upwards has.
+# - **Another sampler, another reward.** The first batches are all of the same untrained network. Flow-SDE noise (`flow_grpo`, `grpo_guard`,
+#   `flow_dppo`: the same pictures) costs nothing visible here, second-order steps (`nft`) and DanceGRPO's noise cost some, and CPS noise in a window makes
+#   numbers *easier* to read. `flow_grpo_fast` draws another window in every iteration, so its curve moves with the window as well as with the
+#   policy. So compare methods after training, by one sampler, at held-out seeds: that is the next table.
+# - **A band can lie.** It takes the 48 samples for independent. `dance_grpo` starts all samples of a prompt from one noise: six noises per batch, not 48, and
+#   its curve jumps by much more than its band allows.
 #
 # ## After training, and what it cost
 #
@@ -174,7 +184,7 @@ left.barh(names, trained, left=forward, color="#dd6b20", label="forward and back
 left.invert_yaxis()
 left.set(xlabel="states per iteration", title="what an iteration asks of the network")
 left.set_xlim(0, 1.45 * max(f + t for f, t in zip(forward, trained)))
-left.legend(fontsize=8, loc="upper right")
+left.legend(fontsize=8, loc="lower right")
 places = range(len(names) + 1)
 values = [exact["base"], *(exact[name] for name in names)]
 errors = [(p * (1 - p) / n) ** 0.5 for p in values]
@@ -191,11 +201,17 @@ right.grid(alpha=0.25, axis="x");
 # state; `art` stores the velocities of its rollout and needs no second look. `flow_grpo_fast`, `dance_grpo` and `flow_dppo` save by
 # training few states.
 #
+# On the right, in the stored run: the three whose loss is an error of the velocity (`art`, `nft`, `awm`) have left the base model far behind after eight
+# iterations; those that score steps of an SDE follow at a distance, `flow_grpo` and `dance_grpo` not at all. Thirty iterations at three seeds (`ablations/efficiency.py`, table in the
+# README) agree that those are slower, and also say who of the three is ahead *on this task*: NFT, then AWM, then ART, which is not the order of
+# DiffusionART's paper. Eight iterations of one seed could not have told you.
+#
 # ## The numbers worth watching
 #
-# From the last iteration of each run. `groups/dead`: groups that say nothing, because all their rewards are equal; with a reward
-# that is mostly 0, ½ or 1, their share *grows as the policy gets better*. `masked`: states that a trust region drops. `clipped`: states
-# whose gradient the clip removes. `ratio`: mean |ratio − 1|. `behaviour`: distance between the params that rolled out and the live ones.
+# From the last iteration of each run. `groups/dead`: groups that say nothing, because all their rewards are equal. With a reward
+# that is 0, ½ or 1 their share grows once a policy reads nearly everything; and where the samples of a prompt start from one noise (`dance_grpo`) they are
+# alike from the beginning. `masked`: states that a trust region drops. `clipped`: states whose gradient the clip removes. `ratio`: mean |ratio − 1|; with
+# one update per rollout the policy is the one that rolled out, and it is 0. `behaviour`: distance between the params that rolled out and the live ones, 0 on-policy.
 
 # %%
 shown = {"groups/dead": "groups/dead", "masked": "masked_fraction", "clipped": "clip_fraction", "ratio": "ratio_deviation",
@@ -209,7 +225,7 @@ for name, (rows, _, _) in runs.items():
 # ## Before and after
 #
 # Two held-out seeds of each prompt, the same in every row. A green frame: read exactly; an orange one: not. It is the engine's opinion;
-# where yours differs you have found what the policy is learning to please.
+# where yours differs you have found what the policy is learning to please. (Look at the strokes of `art`, `nft` and `awm`: they get bolder.)
 
 # %%
 pictures = {"base": before} | {name: found for name, (_, _, found) in runs.items()}
@@ -231,7 +247,7 @@ for line, (name, found) in zip(axes, pictures.items()):
 #    is the quickest way to lose faith in a single run.
 # 2. Give every algorithm the learning rate 3e-3. Who breaks? (`ablations/efficiency.py` has the grid.)
 # 3. Make `art` cheaper: `algorithms.art_flash(noisiest=3)`, or `art(steps_per_sample=3)`. Look at "forward and backward".
-# 4. Equal *cost* instead of equal samples: give each method `400 / cpu[name]` iterations... or count states.
+# 4. Equal *cost* instead of equal samples: give each method `round(14 / cpu[name])` iterations. Who profits?
 # 5. Swap a piece: `algorithms.nft()._replace(behaviour=algorithms.live)` is DiffusionNFT without its slow copy. The paper expects
 #    trouble; `ablations/restoration.py` says what happens on this task.
 # 6. A reward that reads nothing: `diffrl.rewards.jpeg_compressibility()`. Its values are all different, so no group is dead.
