@@ -47,10 +47,10 @@ bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algor
 bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ compiler
 	$(BIN)/python benchmarks/quant.py
 
-figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
-	$(BIN)/python benchmarks/demo.py
+figures: $(VENV)/.demo $(VENV)/.quant  ## every measured figure of README and docs, measured again: hours; interrupt and go on
+	$(BIN)/python benchmarks/figures.py
 
-QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4
+QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4 staleness
 ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours; interrupt and go on at any time
 	for question in $(QUESTIONS); do $(BIN)/python ablations/$$question.py || exit 1; done
 
