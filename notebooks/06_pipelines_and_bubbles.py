@@ -128,8 +128,8 @@ def always(n):
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.3), layout="constrained")
 constant = [simulate(assisted, slow, lend=always(n)).makespan for n in range(8)]
 searched = simulate(assisted, slow).makespan
-left.bar(range(8), constant, color="#63b3ed", label="n at every bubble")
-left.axhline(searched, color="#c53030", label="what bts_search does")
+left.bar(range(8), constant, color="#56b4e9", label="n at every bubble")
+left.axhline(searched, color="#d55e00", label="what bts_search does")
 left.set(xlabel="n", ylabel="seconds of a step", title="how much should the trainer help?", ylim=(0, 1.35 * max(constant)))
 left.legend(fontsize=8, loc="upper right")
 assert searched <= min(constant) + 1e-9
@@ -139,7 +139,7 @@ gains = {
     name: [simulate(eight, c).makespan / simulate(assisted, c, lend=lend).makespan for c in (replace(slow, switch=p, restore=p) for p in pauses)]
     for name, lend in (("bts_search", bts_search), ("always 3", always(3)))
 }
-for (name, speed), colour in zip(gains.items(), ("#c53030", "#63b3ed")):
+for (name, speed), colour in zip(gains.items(), ("#d55e00", "#56b4e9")):
     right.plot(range(len(pauses)), speed, "o-", color=colour, label=name)
 right.axhline(1, color="grey", linestyle=":")
 right.set_xticks(range(len(pauses)), [f"{p:g}" for p in pauses])
@@ -160,7 +160,7 @@ print(f"alone {simulate(eight, slow).makespan:.0f} s, assisted {searched:.0f} s,
 # %%
 figure, axis = plt.subplots(figsize=(6.5, 3.3), layout="constrained")
 cases = {"generation slower: 10 s and 6 s": (10.0, 6.0), "equal: 8 s and 8 s": (8.0, 8.0), "training slower: 6 s and 10 s": (6.0, 10.0)}
-for (name, (g, t)), colour in zip(cases.items(), ("#2b6cb0", "#2f855a", "#dd6b20")):
+for (name, (g, t)), colour in zip(cases.items(), ("#0072b2", "#009e73", "#d55e00")):
     made = CostModel(g, TrainCost(0.0, t), Pool(1), Pool(1), reward=2.0, optimizer=1.0, publish=3.0)
     dots = [simulate(replace(eight, stale=k), made, steps=16).period for k in range(9)]
     line = [tcss_seconds(8, k, g=g, r=2.0, t=t, u=1.0, w=3.0) for k in range(9)]
@@ -211,7 +211,7 @@ busy = [
     for name, trace in traces.items()
 ]
 axis.barh(list(schedules), busy, color="#dddddd", label="busy")
-axis.barh(list(schedules), useful, color="#2f855a", height=0.45, label="bound / period")
+axis.barh(list(schedules), useful, color="#009e73", height=0.45, label="bound / period")
 axis.invert_yaxis()
 axis.set(xlim=(0, 1.3), xlabel="share of the GPU-seconds of a step", title="busy, and useful")
 axis.set_xticks([0, 0.25, 0.5, 0.75, 1])
