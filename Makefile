@@ -32,7 +32,7 @@ test-ray: $(VENV)/.test  ## whole runs on Ray: several actors each, minutes
 
 OLDEST := .venv-oldest
 OLD_TESTS := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,families families_image families_params families_video \
-	encoding digits checkpoints scorers)))
+	encoding digits checkpoints scorers memory)))
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt \
