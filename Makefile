@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-ray test-oldest doctest lint mutants bench bench-quant notebooks figures ablations dist install-test clean
+.PHONY: help demo test test-ray test-oldest doctest lint mutants bench bench-quant notebooks docs figures ablations dist install-test clean
 .DEFAULT_GOAL := help
 
 help:  ## these lines
@@ -19,7 +19,7 @@ $(VENV)/.$(1): pyproject.toml constraints.txt diffrl/version.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
 	touch $$@
 endef
-$(foreach extra,demo test lint notebooks quant release,$(eval $(call install,$(extra))))
+$(foreach extra,demo test lint notebooks quant docs release,$(eval $(call install,$(extra))))
 
 demo: $(VENV)/.demo  ## the main job: a text-to-image model learns to write from a real OCR engine
 	$(BIN)/diffrl train --task digits --algorithm art --output runs/demo --overwrite
@@ -73,6 +73,9 @@ ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours;
 notebooks: $(VENV)/.notebooks  ## execute every notebook from its paired script
 	OMP_NUM_THREADS=2 $(BIN)/python notebooks/execute.py
 
+docs: $(VENV)/.docs  ## the documentation into site/; warnings are errors, no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 dist: $(VENV)/.release  ## wheel and source distribution, into dist/
 	rm -rf build dist diffrl.egg-info
 	$(BIN)/python -m build
@@ -82,4 +85,4 @@ install-test: $(VENV)/.release  ## both built, looked into, and each installed i
 	$(BIN)/python tests/installing.py
 
 clean:  ## environments, builds and caches
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(OLDEST) site build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -83,6 +83,7 @@ class PlainStages:
         return self.workers.score(trajectory, self._cond(rows))
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
+        """`workers.credit` of whole groups, one row per sample: as it is named, or "" for one without names."""
         g, k = rewards.shape
         signal = self.workers.credit(rewards, trajectory.x_0.reshape(g, k, *trajectory.x_0.shape[1:]))
         named = signal if isinstance(signal, Mapping) else {"": signal}
@@ -207,6 +208,7 @@ class AlgorithmStages:
             require_separable_credit(self.algorithm, steps=self.steps, group_size=self.k)
 
     def generate(self, step: int, params: Params, rows: Sequence[int]) -> Trajectory:
+        """The trajectory of these rows of step `step` under `params`, collected as whole groups where they are some."""
         _, cond, seeds = self._batch(step)
         groups = _groups_of(rows, self.k)
         if groups is not None:
@@ -220,16 +222,19 @@ class AlgorithmStages:
             return self.algorithm.collect(sampler, params, cond, seeds, _unscored).trajectory
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
+        """The rewards of these rows, one each, nan where there is none."""
         score = Score(self.model.decode, self.reward, self._batch(step)[0])
         with torch.no_grad():
             return score(trajectory.x_0, torch.tensor(rows) // self.k)
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
+        """What the algorithm's credit tells these whole groups, given their rewards " g k"; one row per sample."""
         cond = {name: value[list(groups)] for name, value in self._batch(step)[1].items()}
         with torch.no_grad():
             return dict(self.algorithm.credit(Batch(trajectory, rewards, cond)))
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
+        """Add the gradient of each pack's share of `total` states; (metrics, states) of each. pairs: (row, timestep)."""
         cond = {n: v[(torch.tensor(rows) // self.k).to(v.device)] for n, v in self._batch(step)[1].items()}
         window = Window(trajectory, rewards, cond, signal, self.reference)
         objective, told = self.algorithm.objective, []
@@ -254,6 +259,8 @@ class AlgorithmStages:
         return told
 
     def commit(self, step: int, update: int) -> dict[str, float]:
+        """One optimizer step on what was accumulated; after a batch's last one the behaviour params follow. ValueError: a
+        gradient norm that is not finite."""
         params = list(self.model.params.values())
         limit = torch.inf if self.grad_clip is None else self.grad_clip
         with self._alone():
@@ -271,6 +278,7 @@ class AlgorithmStages:
         return _copies(self.behaviour)
 
     def suspend(self) -> object:
+        """The accumulated gradient, on the CPU, while the params' own is zeroed; `resume` puts it back."""
         held = {name: p.grad for name, p in self.model.params.items()}
         self.zero()
         return {name: None if grad is None else grad.to("cpu") for name, grad in held.items()}
@@ -335,7 +343,12 @@ def _toy_batch(algorithm: Algorithm, steps: int, k: int) -> tuple[Callable[[Any,
 
 
 def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
-    """How many timesteps of each sample the objective trains, of a rollout of `steps` steps. Asked of the toy."""
+    """How many timesteps of each sample the objective trains, of a rollout of `steps` steps. Asked of the toy.
+
+    >>> from diffrl.algorithms import art, flow_grpo
+    >>> trained_timesteps(art(), steps=10), trained_timesteps(flow_grpo(), steps=10)
+    (10, 9)
+    """
     collect, seeds = _toy_batch(algorithm, steps, 2)
     kept = collect([0], seeds[:1]).trajectory.std.shape[1]
     size = algorithm.objective.steps_per_sample  # type: ignore[attr-defined]
@@ -344,7 +357,13 @@ def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
 
 def require_separable_collect(algorithm: Algorithm, *, steps: int, group_size: int, whole_groups: bool) -> None:
     """ValueError unless a sample is the same whoever is collected with it: other groups where whole_groups, anybody
-    otherwise. Asked of the toy, milliseconds."""
+    otherwise. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import dance_grpo  # whose samples all start from the first one's noise
+    >>> require_separable_collect(dance_grpo(), steps=4, group_size=2, whole_groups=False)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: this algorithm's collect looks beyond a sample: ...
+    """
     collect, seeds = _toy_batch(algorithm, steps, group_size)
     whole = collect([0, 1, 2], seeds).trajectory
     if whole_groups:
@@ -366,7 +385,13 @@ def require_separable_collect(algorithm: Algorithm, *, steps: int, group_size: i
 
 
 def require_separable_credit(algorithm: Algorithm, *, steps: int, group_size: int) -> None:
-    """ValueError unless a group is told the same whichever groups are with it. Asked of the toy, milliseconds."""
+    """ValueError unless a group is told the same whichever groups are with it. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import flow_grpo  # which divides by the std of the whole batch
+    >>> require_separable_credit(flow_grpo(), steps=4, group_size=2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: this algorithm's credit['advantage'] looks at other groups too ...
+    """
     group_size = max(group_size, 16)  # few samples have few pairings: another draw may be the same
     collect, seeds = _toy_batch(algorithm, steps, group_size)
     batch = collect([0, 1, 2], seeds)

@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-IGNORED = ("__pycache__", "*.egg-info", "build", "dist", "runs", ".*")
+IGNORED = ("__pycache__", "*.egg-info", "build", "dist", "site", "runs", ".*")
 LITTER = (
     *("runs/demo/metrics.jsonl", "build/lib/diffrl/gone.py", ".pytest_cache/README.md", ".hypothesis/unicode_data/x"),
     *("diffrl/__pycache__/types.cpython-311.pyc", "diffrl/tasks/digits_sd3/.DS_Store", "tests/__pycache__/x.pyc"),
