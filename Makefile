@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-ray doctest lint mutants bench bench-quant notebooks figures ablations clean
+.PHONY: demo test test-ray doctest lint mutants bench bench-quant notebooks docs figures ablations clean
 
 # $(call install,EXTRA): install once per change of the pins or of pyproject.toml
 define install
@@ -15,7 +15,7 @@ $(VENV)/.$(1): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
 	touch $$@
 endef
-$(foreach extra,demo test lint notebooks quant,$(eval $(call install,$(extra))))
+$(foreach extra,demo test lint notebooks quant docs,$(eval $(call install,$(extra))))
 
 demo: $(VENV)/.demo  ## the main job: a text-to-image model learns to write from a real OCR engine
 	$(BIN)/diffrl train --task digits --algorithm art --output runs/demo --overwrite
@@ -47,15 +47,18 @@ bench: $(VENV)/.demo  ## overhead of the loop; seconds and memory of every algor
 bench-quant: $(VENV)/.quant  ## FP4 round trips beside torchao's; needs a C++ compiler
 	$(BIN)/python benchmarks/quant.py
 
-figures: $(VENV)/.demo  ## the README's figures: the demo at three training seeds
-	$(BIN)/python benchmarks/demo.py
+figures: $(VENV)/.demo $(VENV)/.quant  ## every measured figure of README and docs, measured again: hours; interrupt and go on
+	$(BIN)/python benchmarks/figures.py
 
-QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4
+QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4 staleness
 ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours; interrupt and go on at any time
 	for question in $(QUESTIONS); do $(BIN)/python ablations/$$question.py || exit 1; done
 
 notebooks: $(VENV)/.notebooks  ## execute every notebook from its paired script
 	OMP_NUM_THREADS=2 $(BIN)/python notebooks/execute.py
 
+docs: $(VENV)/.docs  ## the documentation into site/; warnings are errors, no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

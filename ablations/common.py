@@ -309,8 +309,8 @@ def curves(
 
 
 def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str, *, x: str = "samples") -> None:
-    """One line per name with its 95 % band over seeds."""
-    for number, name in enumerate(names):  # a share, an rms and a divergence have bounds that a t-interval ignores
+    """One line per name with its 95 % band over seeds; of more than four names, which bands would hide, a bar at the end."""
+    for number, name in enumerate(names):
         here = {run: rows for run, rows in found.items() if run.name == name}
         xs, told = curves(here, y, x=x)
         colour = f"C{number % 10}"
@@ -318,13 +318,29 @@ def draw_bands(axis: Any, found: Mapping[Run, Any], names: Sequence[str], y: str
         axis.plot(xs, mean, color=colour, label=name, marker="o", markersize=3, linestyle="-" if number < 10 else "--")
         low = [m - (0 if math.isnan(h) else h) for m, h in told]
         high = [m + (0 if math.isnan(h) else h) for m, h in told]
-        if y in ("eval/exact_match", "masked_fraction", "drift_rms", "kl_proxy"):
+        if y in ("eval/exact_match", "masked_fraction", "drift_rms", "kl_proxy"):  # bounds that a t-interval ignores
             low = [max(v, 0.0) for v in low]
         if y in ("eval/exact_match", "masked_fraction"):
             high = [min(v, 1.0) for v in high]
-        axis.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
+        if len(names) <= 4:
+            axis.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        elif xs:
+            ends = [[max(mean[-1] - low[-1], 0)], [max(high[-1] - mean[-1], 0)]]
+            at = xs[-1] * (1 + 0.015 * (1 + number))
+            axis.errorbar([at], mean[-1:], ends, color=colour, capsize=2, linewidth=1, marker="o", markersize=3)
     axis.set_xlabel(x.replace("_", " "))
     axis.set_ylabel(y)
+
+
+def legend_beside(figure: Any) -> None:
+    """One legend for all panels, right of them, where it covers nothing."""
+    named: dict[str, Any] = {}
+    for axis in figure.axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    figure.legend(
+        named.values(), named.keys(), loc="center left", bbox_to_anchor=(1.0, 0.55), fontsize=8, frameon=False
+    )
 
 
 def save_figure(script: str, figure: Any, note: str, *, quick: bool) -> Path:
@@ -336,7 +352,7 @@ def save_figure(script: str, figure: Any, note: str, *, quick: bool) -> Path:
     wrapped = textwrap.fill(note, int(figure.get_figwidth() * 17))
     figure.text(0.01, 0.005, wrapped, fontsize=7, color="0.35", ha="left", va="bottom")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     return path
 
 
@@ -369,8 +385,9 @@ def compare(
         names = list(dict.fromkeys(run.name for run in here))
         for axis, (x, y) in zip(axes[row], panels, strict=True):
             draw_bands(axis, here, names, y, x=x)
-            axis.set_title(task, fontsize=9)
-        axes[row, 0].legend(fontsize=8)
+            if len(tasks) > 1:
+                axis.set_title(task, fontsize=9)
+    legend_beside(figure)
     first = next(iter(found))
     seeds = sorted({run.seed for run in found})
     rates = sorted({run.learning_rate for run in found})
@@ -384,9 +401,11 @@ def compare(
     for task in tasks:
         here = {run: rows for run, rows in found.items() if run.task == task}
         for name in dict.fromkeys(run.name for run in here):
-            lines.append([name, task, *(plus_minus(finals(here, name, y)) for y in finals_of)])
+            at = [task] if len(tasks) > 1 else []
+            lines.append([name, *at, *(plus_minus(finals(here, name, y)) for y in finals_of)])
     if not options.quick:
-        print(table(description.strip().splitlines()[0], ["piece", "task", *finals_of], lines))
+        header = ["piece", *(["task"] if len(tasks) > 1 else []), *finals_of]
+        print(table(description.strip().splitlines()[0], header, lines))
 
 
 def finals(found: Mapping[Run, Sequence[Mapping[str, Any]]], name: str, y: str, last: int = 1) -> list[float]:

@@ -99,7 +99,7 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 5.5), sharey=True)
     for axis, x in zip(axes, ("optimizer_steps", "samples")):
         common.draw_bands(axis, found, list(PIECES), Y, x=x)
-    axes[0].legend(fontsize=7)
+    common.legend_beside(figure)
     told = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     note = (
         f"mean and 95 % t-interval over seeds {SEEDS}; {ITERATIONS} iterations of 8 x 8 samples, 6 steps; best learning rate "

@@ -132,7 +132,7 @@ def draw(records: list[dict], at, seeds, *, quick: bool) -> None:
             )
         axis.set_xticks(range(len(groups)), groups, rotation=45, ha="right", fontsize=8)
         axis.set_title(title, fontsize=9)
-    axes[0].legend(fontsize=8)
+    common.legend_beside(figure)
     note = f"iteration {at[-1]}, mean and 95 % t-interval over seeds {seeds}, 24 states; python ablations/force.py"
     print(common.save_figure("force", figure, note, quick=quick))
     rows = []

@@ -190,12 +190,12 @@ def draw(rows: list[dict[str, Any]], found: Any, quick: bool) -> None:
             axis, found, [f"{name}, {kind}" for kind in COST], "eval/exact_match", x="weighted evaluations"
         )
         axis.set_title(f"{name}: exact match against cost", fontsize=9)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower right")
     common.draw_bands(
         axes[3], found, [f"{name}, {kind}" for name in INNER for kind in COST], "eval/exact_match", x="samples"
     )
     axes[3].set_title("the same against samples drawn, drafts included", fontsize=9)
-    axes[3].legend(fontsize=7)
+    axes[3].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     first = next(iter(found))
     seeds = sorted({run.seed for run in found})
     note = (

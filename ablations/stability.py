@@ -101,7 +101,7 @@ def draw(found, tasks, *, quick: bool) -> None:
             axis.set_title(f"{task}, k = {k}, {'LoRA' if rank else 'full'}", fontsize=9)
             axis.set_xlabel("optimizer steps")
         axes[row, 0].set_ylabel("eval/reward")
-        axes[row, 0].legend(fontsize=8)
+    common.legend_beside(figure)
     note = "seed 0 at every setting, 300 optimizer steps, 4 prompts x k samples per iteration, 6 sampling steps; python ablations/stability.py"
     print(common.save_figure("stability", figure, note, quick=quick))
 

@@ -53,7 +53,7 @@ def main() -> None:
         here = {run: rows for run, rows in found.items() if run.task == task}
         common.draw_bands(axis, here, list(PIECES), "eval/reward")
         axis.set_title(task, fontsize=9)
-    axes[0].legend(fontsize=7)
+    common.legend_beside(figure)
     note = f"mean and 95 % t-interval over seeds {SEEDS}; {ITERATIONS} iterations of 8 x 8 samples, 6 steps; learning rates of efficiency.py's grid; python ablations/transfer.py"
     print(common.save_figure("transfer", figure, note, quick=options.quick))
     if not options.quick:

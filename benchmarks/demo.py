@@ -1,7 +1,7 @@
 """The README's figures: the main job at several training seeds, each run timed: `python benchmarks/demo.py`.
 
-Prints, per training seed, OCR exact match over all hundred prompts at held-out seeds before and after, and the wall time of
-the run (install and pictures apart); then the means. Finished seeds are kept in --output and not run again.
+Prints, per training seed, OCR exact match over all hundred prompts at held-out seeds after so many iterations, and the wall
+time of the run (install and pictures apart); then the means. Finished seeds are kept in --output and not run again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--algorithm", default="art")
     parser.add_argument("--output", default="runs/figures")
     options = parser.parse_args()
-    finals, bases, times = [], [], []
+    finals, bases, times, lines = [], [], [], []
     for seed in options.seeds:
         folder = Path(options.output) / f"{options.algorithm}-{seed}"
         clock = folder / "seconds.txt"
@@ -39,10 +39,16 @@ def main() -> None:
         bases.append(evaluated[0]["eval/exact_match"])
         finals.append(evaluated[-1]["eval/exact_match"])
         times.append(float(clock.read_text()))
-        curve = ", ".join(f"{row['eval/exact_match']:.4f}" for row in evaluated)
-        print(f"seed {seed}: exact match {curve}; {len(rows)} iterations, {times[-1]:.0f} s")
-    print(f"base {statistics.mean(bases):.4f} -> {statistics.mean(finals):.4f}, mean of {len(finals)} training seeds")
-    print(f"lowest {min(finals):.4f}, longest run {max(times):.0f} s")
+        curve = " | ".join(f"{row['eval/exact_match']:.4f}" for row in evaluated)
+        lines.append(f"| {seed} | {curve} | {times[-1]:.0f} s |")
+    done = [str(row["iteration"] + 1) for row in evaluated]
+    print("| training seed | " + " | ".join(["base", *done[1:]]) + " | wall time |")
+    print("|" + "---|" * (len(done) + 2))
+    print("\n".join(lines))
+    between = " | " * (len(done) - 1)
+    print(
+        f"| mean | {statistics.mean(bases):.4f}{between}**{statistics.mean(finals):.4f}** | {max(times):.0f} s at most |"
+    )
 
 
 if __name__ == "__main__":

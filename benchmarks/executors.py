@@ -88,7 +88,7 @@ def digits(options: argparse.Namespace) -> None:
     bench = build(s)._replace(algorithm=art(updates=1))
     stages = make_stages(s, bench, make_optimizer(s, bench.model.params))
     rows = s.prompts_per_iteration * s.group_size
-    print("| digits | simulated, s per step | measured | busy (measured) |\n|---|---|---|---|")
+    print("\n| digits | simulated, s per step | measured | busy (measured) |\n|---|---|---|---|")
     for name, fragments, extra in (
         ("one after the other", 1, {"placement": "module"}),
         ("one fragment", 1, {}),

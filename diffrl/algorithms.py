@@ -73,14 +73,7 @@ from diffrl.rollouts import (
     subset_of_steps,
     three_fifths,
 )
-from diffrl.sampling import (
-    cps_step,
-    dance_sde_step,
-    dpm2_step,
-    euler_step,
-    flow_sde_step,
-    transition_log_prob,
-)
+from diffrl.sampling import cps_step, dance_sde_step, dpm2_step, euler_step, flow_sde_step, transition_log_prob
 from diffrl.sol_rl import sol_rl
 from diffrl.states import States, StepsPerSample, window_states
 from diffrl.trust_region import ema, ramp
@@ -138,7 +131,7 @@ __all__ = [
 
 
 def live(behaviour: Params, params: Params, i: int) -> Params:
-    """On-policy: the live params roll out next (decay 0, no copy)."""
+    """On-policy: the live params roll out next (decay 0, no copy). No example: it returns `params`."""
     return params
 
 
@@ -147,6 +140,9 @@ def lagging(decay: Callable[[int], float], *, device: Any = None) -> Callable[[P
 
     decay: e.g. `slow_decay`, `ocr_decay`, or a constant `lambda i: .9`. device: where the average is kept, e.g. "cpu" for a
     fully trained model; a velocity moves it where it is needed, one call at a time. None: where the params are.
+
+    >>> lagging(lambda i: 0.9)({"w": Tensor([0.0])}, {"w": Tensor([1.0])}, 7)
+    {'w': tensor([0.1000])}
     """
 
     def behaviour(old: Params, params: Params, i: int) -> Params:
@@ -182,6 +178,7 @@ def art(
     reference_kernel of the KL proxy; rms_axes, labels, mask_force, dead: see `aggregate_direction`,
     `covariance_credit`, `guided_regression`. Assumes a velocity model that an ODE samples well, few-step distilled
     ones included; needs no gradient of the reward and no log-probabilities. Published: lr 3e-4, 10 steps, 32 prompts.
+    No example: the top of `loop` trains with it.
     """
     return Algorithm(
         collect=collect_rollout(step=step, trained_steps=trained_steps),
@@ -203,7 +200,8 @@ _noisiest = noisiest  # `art_flash` has a keyword of that name
 
 
 def art_flash(*, noisiest: int = 4, **settings: Any) -> Algorithm:
-    """`art` with only the `noisiest` steps trained (the authors' public notes of 2026-10-25: comparable, cheaper)."""
+    """`art` with only the `noisiest` steps trained (the authors' public notes of 2026-10-25: comparable, cheaper).
+    No example: a preset of `art`."""
     return art(trained_steps=_noisiest(noisiest), **settings)
 
 
@@ -211,6 +209,7 @@ def art_pairwise(*, pairing: Labels = random_pairs, **settings: Any) -> Algorith
     """`art` from preferences only: labels 1/0 (1/2 on a tie) of disjoint pairs inside each group instead of rewards.
 
     pairing: `random_pairs` (seeded), `best_against_worst`, or any (Batch) -> labels " g k". Other keywords as `art`.
+    No example: a preset of `art`.
     """
     return art(labels=pairing, **settings)
 
@@ -235,7 +234,7 @@ def flow_grpo(
     beta x the exact KL to the reference.
 
     kernel samples, replays and gives the KL, eta .7; every step but the last is trained. Published: lr 3e-4, 10 steps,
-    24 samples x 48 prompts, beta .04 (GenEval, OCR) or .01 (PickScore), guidance 4.5.
+    24 samples x 48 prompts, beta .04 (GenEval, OCR) or .01 (PickScore), guidance 4.5. No example: a preset.
     """
     return Algorithm(
         collect=collect_rollout(step=kernel, trained_steps=trained_steps),
@@ -250,7 +249,7 @@ def flow_grpo(
 
 
 def flow_grpo_as_published(**settings: Any) -> Algorithm:
-    """`flow_grpo` with the KL of its published code: mean(dmu^2)/(2 (std/sqrt(D))^2), D x the exact one."""
+    """`flow_grpo` with the KL of its code: mean(dmu^2)/(2 (std/sqrt(D))^2), D x the exact one. No example: a preset."""
     return flow_grpo(kl=kl_without_delta, **settings)
 
 
@@ -265,7 +264,8 @@ def flow_grpo_fast(
     updates: int = 2,
 ) -> Algorithm:
     """Flow-GRPO-Fast (2505.05470's code): noise only in a random window of 3 steps, one per rollout, Euler elsewhere; only
-    the window is trained. CPS kernel of eta .8, start uniform in {0..steps//2 - window}, no KL, no guidance."""
+    the window is trained. CPS kernel of eta .8, start uniform in {0..steps//2 - window}, no KL, no guidance.
+    No example: a preset."""
     return Algorithm(
         collect=collect_window(kernel=kernel, window=random_window_of(window)),
         credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
@@ -289,7 +289,7 @@ def mix_grpo(
 ) -> Algorithm:
     """MixGRPO (2507.21802): SDE inside a window that slides from noise to data, ODE outside; the advantages of several
     rewards are added. The window stays full and rolls back at the end (the published schedule shrinks there and trains
-    nothing in 25 of 600 iterations). Published: 25 steps, shift 3, 12 samples, 4 optimizer steps per rollout."""
+    nothing in 25 of 600 iterations). Published: 25 steps, shift 3, 12 samples, 4 updates. No example: a preset."""
     return Algorithm(
         collect=collect_window(kernel=kernel, window=sliding_window_of(window, stride=stride, every=every)),
         credit=advantage_credit(advantages=sum_of_advantages(spread=spread), clamp=clamp),
@@ -317,6 +317,7 @@ def dance_grpo(
 
     best_of n: only the n/2 best and worst of each group are trained. Published: FLUX 12 samples, 16 steps, lr 1e-5;
     HunyuanVideo eta .25, 24 samples, best_of 8, 16 steps, shift 5. Published spread: `unbiased_group_std`.
+    No example: a preset.
     """
     return Algorithm(
         collect=collect_rollout(step=kernel, trained_steps=trained_steps, noise=noise),
@@ -328,7 +329,8 @@ def dance_grpo(
 
 
 def dance_grpo_as_published(**settings: Any) -> Algorithm:
-    """`dance_grpo` with its code's spread, the unbiased std: advantages are sqrt((k - 1)/k) as large."""
+    """`dance_grpo` with its code's unbiased std as spread: advantages are sqrt((k - 1)/k) as large.
+    No example: a preset."""
     return dance_grpo(spread=unbiased_group_std, **settings)
 
 
@@ -344,7 +346,8 @@ def grpo_guard(
     loss: Callable[..., Any] = guarded_ppo,
 ) -> Algorithm:
     """GRPO-Guard (2510.22319): the ratio's bias removed and its scale made equal over steps, each step's loss divided by
-    D. Needs a Gaussian kernel scored by its mean log-density. Published: clip 2e-6 or 4e-6, beta 0, lr 1e-4."""
+    D. Needs a Gaussian kernel scored by its mean log-density. Published: clip 2e-6 or 4e-6, beta 0, lr 1e-4.
+    No example: a preset."""
     return Algorithm(
         collect=collect_rollout(step=kernel, trained_steps=trained_steps),
         credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
@@ -355,17 +358,19 @@ def grpo_guard(
 
 
 def grpo_guard_as_published(**settings: Any) -> Algorithm:
-    """`grpo_guard` with its code's bias, averaged over all states of a micro-batch instead of per sample."""
+    """`grpo_guard` with its code's bias, averaged over a micro-batch's states, not per sample. No example: a preset."""
     return grpo_guard(loss=guarded_ppo_as_published, **settings)
 
 
 def cps_grpo(*, kernel: Step = cps_step, **settings: Any) -> Algorithm:
-    """`flow_grpo` on coefficients-preserving sampling (2509.05952), eta .8, scored by the exact log-density."""
+    """`flow_grpo` on coefficients-preserving sampling (2509.05952), eta .8, by the exact log-density.
+    No example: a preset."""
     return flow_grpo(kernel=kernel, **settings)
 
 
 def cps_grpo_as_published(**settings: Any) -> Algorithm:
-    """`cps_grpo` scored as in its published code, -mean (x_next - mean)^2: the ratio then differs per step."""
+    """`cps_grpo` scored as in its code, -mean (x_next - mean)^2: the ratio then differs per step.
+    No example: a preset."""
     return cps_grpo(log_prob=cps_surrogate, **settings)
 
 
@@ -381,7 +386,8 @@ def flow_dppo(
     updates: int = 2,
 ) -> Algorithm:
     """Flow-DPPO (2606.11025): no ratio clip; a state whose step moved further than `radius` in KL, the way its advantage
-    pushes, is dropped. 3 random steps of the noisier half per trajectory. Published: eta .7, 10 steps, 16 samples, lr 3e-4."""
+    pushes, is dropped. 3 random steps of the noisier half per trajectory. Published: eta .7, 10 steps, 16 samples, lr 3e-4.
+    No example: a preset."""
     return Algorithm(
         collect=collect_rollout(step=kernel, trained_steps=trained_steps),
         credit=advantage_credit(advantages=advantages_of_sum(spread=spread), clamp=clamp),
@@ -395,7 +401,7 @@ def flow_dppo(
 
 def flow_dppo_as_published(*, eta: float = 0.7, **settings: Any) -> Algorithm:
     """`flow_dppo` with its code's KL, whose sigma is clamped at t = .99 (`kl_clamped_sigma`): .28 of the exact one on the
-    first of 10 steps with shift 3. eta: of the kernel and of that KL."""
+    first of 10 steps with shift 3. eta: of the kernel and of that KL. No example: a preset."""
     return flow_dppo(kernel=partial(flow_sde_step, eta=eta), kl=kl_clamped_sigma(eta), **settings)
 
 
@@ -428,6 +434,7 @@ def nft(
 
     branches: `losses.nft`, `nft_positive`, `nft_negative` (the pure branches); part: `positive_part` or `negative_part`
     of the advantages (the published modes). Published: 24 samples, no guidance, loss x 5 + 1e-4 mean (v - v_ref)^2.
+    No example: a preset.
     """
     return Algorithm(
         collect=collect_renoised(step=step, trained_steps=trained_steps),
@@ -448,17 +455,17 @@ def nft(
 
 def nft_ocr(**settings: Any) -> Algorithm:
     """`nft` with the second published setting (OCR): beta .1, decay 0 for 75 optimizer steps, then .0075 per step up to
-    .999, two updates per rollout."""
+    .999, two updates per rollout. No example: a preset."""
     return nft(**{"beta": 0.1, "decay": ocr_decay, "updates": 2, **settings})
 
 
 def nft_positive_only(**settings: Any) -> Algorithm:
-    """`nft` in its published positive_only mode: advantages clamped at 0 from below (not the pure positive branch)."""
+    """`nft` in its published positive_only mode: of max(A, 0) (not the pure positive branch). No example: a preset."""
     return nft(part=positive_part, **settings)
 
 
 def nft_negative_only(**settings: Any) -> Algorithm:
-    """`nft` in its published negative_only mode: advantages clamped at 0 from above (not the pure negative branch)."""
+    """`nft` in its published negative_only mode: of min(A, 0) (not the pure negative branch). No example: a preset."""
     return nft(part=negative_part, **settings)
 
 
@@ -478,7 +485,7 @@ def awm(
     same (eps, t), plus beta x velocity KL to the reference.
 
     score: `plain_matching`, `time_weighted_matching(p)`, `huber_matching`, `generalised_huber_matching(.25)`. SD3.5 recipe:
-    the last, clip 1, clamp 1, 16 samples, one update, 14 steps, lr 3e-4.
+    the last, clip 1, clamp 1, 16 samples, one update, 14 steps, lr 3e-4. No example: a preset.
     """
     return Algorithm(
         collect=collect_renoised(step=step, trained_steps=trained_steps),

@@ -57,7 +57,12 @@ def _answer(future: Future, function: Callable[[], Any]) -> None:
 
 
 def in_a_thread(name: str, function: Callable[[], Any]) -> Future:
-    """The future (start, end, value) of a function that runs in a thread of its own."""
+    """The future (start, end, value) of a function that runs in a thread of its own.
+
+    >>> start, end, value = in_a_thread("answer", lambda: 6 * 7).result()
+    >>> end >= start, value
+    (True, 42)
+    """
     future: Future = Future()
     lane = _Lane(name)
     lane.submit(future, function)
@@ -201,5 +206,5 @@ class InProcess:
 
 
 def in_process(*, bitwise: bool = False, rewards: int = 1, pick: Callable[[int], int] | None = None) -> InProcess:
-    """The reference backend: see `InProcess`. rewards: reward workers."""
+    """The reference backend: see `InProcess`. rewards: reward workers. No example: `executors.run` has one."""
     return InProcess(bitwise=bitwise, rewards=rewards, pick=pick)

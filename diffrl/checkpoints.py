@@ -49,6 +49,7 @@ def save_checkpoint(
     iteration: the next one to run. behaviour: None, or the live mapping itself, means the live params. Changes nothing
     but the folder: no generator, parameter or optimizer state is touched. ValueError, nothing written: iteration < 0,
     behaviour of other names or shapes, settings or optimizer options that are not JSON.
+    No example: see `load_checkpoint`.
     """
     folder, iteration = Path(folder), require_count("iteration", iteration, low=0)
     if behaviour is not None:
@@ -125,7 +126,17 @@ def _sync_and_digest(path: Path) -> str:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read the checkpoint in `folder`. ValueError naming the file: missing, truncated, changed, or no diffrl checkpoint."""
+    """Read the checkpoint in `folder`. ValueError naming the file: missing, truncated, changed, or no diffrl checkpoint.
+
+    >>> import tempfile
+    >>> params = {"w": torch.ones(2, requires_grad=True)}
+    >>> optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_checkpoint(folder, params=params, optimizer=optimizer, iteration=3)
+    ...     checkpoint = load_checkpoint(folder)
+    >>> checkpoint.iteration, checkpoint.params
+    (3, {'w': tensor([1., 1.])})
+    """
     pointer = Path(folder) / "checkpoint.json"
     if not pointer.is_file():
         raise ValueError(f"no checkpoint: {pointer} does not exist")
@@ -177,7 +188,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def restore_checkpoint(checkpoint: Checkpoint, *, params: Params, optimizer: torch.optim.Optimizer) -> Params | None:
     """Load values into the live params and the optimizer in place, and set the global generators; returns the behaviour
     params on the params' devices, None where they are the live ones. ValueError, nothing changed: names or shapes that
-    differ, an optimizer of another kind or with other parameter groups.
+    differ, an optimizer of another kind or with other parameter groups. No example: it sets the global generators.
     """
     require_same_keys(checkpoint=checkpoint.params, model=params)
     saved, groups = checkpoint.optimizer["param_groups"], optimizer.state_dict()["param_groups"]

@@ -1,5 +1,8 @@
-"""`diffrl` on the command line: train, doctor, plan, pretrain. Exit codes: 0 done, 1 a doctor's check failed or a plan does
-not fit, 2 bad input, 130 interrupted (resumable)."""
+"""`diffrl` on the command line: train, doctor, plan, pretrain.
+
+Exit codes: 0 done, 1 a doctor's check failed, a plan does not fit or a run failed after it had begun, 2 wrong usage or input,
+130 interrupted (resumable). Words go to stdout, progress and errors to stderr; with --json stdout is for machines alone.
+"""
 
 import os
 
@@ -8,285 +11,208 @@ os.environ.setdefault(
 )  # before torch: idle OpenMP threads sleep, not spin beside neighbours
 
 import argparse
-import difflib
+import contextlib
+import json
+import math
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-EPILOG = """examples:
-  diffrl train --task digits --algorithm art --output runs/demo
-  diffrl train --resume runs/demo
-  diffrl train --task digits --engine ray --generators 1 --trainers 1 --fragments 4
-  diffrl train --algorithm nft --draft nvfp4 --pool 96 --group-size 24 --prompts-per-iteration 4
-  diffrl train --model PATH --task prompts --prompts prompts.txt --reward ocr --height 512 --width 512
-  torchrun --nproc-per-node 2 -m diffrl.cli train --algorithm art --threads 1
-  diffrl train --model PATH --task prompts --prompts prompts.txt --reward clip:FOLDER --held-out-reward pick:FOLDER
-  diffrl doctor --task digits --algorithm art
-  diffrl plan --model PATH --height 1024 --width 1024 --gpu-memory 80
-  diffrl pretrain digits --output my_digits
+from diffrl.cli_options import make_parser
+from diffrl.cli_text import Parser, announcement, facts, outcome, painted, summary
 
-exit codes: 0 done, 1 a check of the doctor failed or a plan does not fit, 2 bad input, 130 interrupted (go on with --resume)"""
+__all__ = ["Parser", "main", "make_parser", "summary"]
 
 
-class Parser(argparse.ArgumentParser):
-    """One clear line on bad input, with the nearest known word, and exit code 2."""
-
-    def parse_known_args(self, args=None, namespace=None) -> Any:
-        """Unknown options are this parser's error: the command's, which knows the nearest one, not the top parser's."""
-        namespace, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return namespace, unknown
-
-    def error(self, message: str) -> NoReturn:
-        words = [option for action in self._actions for option in action.option_strings]
-        for word in message.replace("'", " ").split():
-            word = word.split("=")[0].rstrip(":")
-            close = difflib.get_close_matches(word, words, n=1)
-            if word.startswith("--") and close and close[0] != word:
-                message += f" (did you mean {close[0]}?)"
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option per field of Settings, with its default and help."""
-    from diffrl.reward_names import FORMS
-    from diffrl.settings import ALGORITHMS, ENGINES, TASKS, Settings
-
-    helps = {
-        "task": f"one of {', '.join(TASKS)}",
-        "model": "folder of a saved pipeline or a hub id; none: the task's own",
-        "algorithm": f"one of {', '.join(ALGORITHMS)}",
-        "reward": f"one of {', '.join(FORMS)}, or MODULE:FUNCTION",
-        "held_out_reward": "a second reward, evaluated and never trained on",
-        "prompts": "file with one prompt per line; none: the task's own",
-        "iterations": "rollouts; each is followed by the algorithm's optimizer steps",
-        "group_size": "samples per prompt, k",
-        "prompts_per_iteration": "prompts per rollout, g",
-        "steps": "sampling steps",
-        "learning_rate": "of AdamW",
-        "trained_steps": "auto (3/8 of the steps, from the noisiest 5/8; art_flash: all of the noisiest 4), all, noisiest:N, random:M (per trajectory) or random:M/N (M of the noisiest N)",
-        "radius": "of the trust region",
-        "lora_rank": "r of the LoRA; 0: every parameter is trained, in float32",
-        "lora_alpha": "alpha of the LoRA",
-        "seed": "of everything random",
-        "eval_every": "iterations between evaluations at held-out seeds",
-        "eval_samples": "held-out samples per prompt",
-        "checkpoint_every": "iterations between checkpoints",
-        "micro_batch": "samples per backward pass; none: the whole window",
-        "pack": "states (sample, step) per backward pass; none: as many as the window or fragment has",
-        "rollout_chunk": "samples per model call in the rollout; none: all",
-        "draft": "Sol-RL: none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
-        "pool": "Sol-RL: seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
-        "draft_steps": "Sol-RL: sampling steps of a draft",
-        "draft_skip": "Sol-RL: layers left as they are: beginnings of name components, with commas between",
-        "draft_min_dim": "Sol-RL: layers whose larger axis is at most this are left as they are",
-        "audit_every": "Sol-RL: iterations between comparisons of a whole pool with the policy; none: never",
-        "height": "pixels; none: the task's own",
-        "width": "pixels; none: the task's own",
-        "frames": "of a video; none: pictures",
-        "images": "file with one picture's file name per line, the first frames of image-to-video",
-        "guidance_scale": "none: the task's own",
-        "device": "where the model runs",
-        "threads": "of torch and the OCR engine",
-        "engine": f"who runs the iterations, one of {', '.join(ENGINES)}",
-        "generators": "actors that sample (ray)",
-        "trainers": "ranks that train (ray)",
-        "fragments": "parts of a batch that are generated, scored and trained on their own (in_process, ray)",
-        "stale": "first fragments that may be generated under weights one iteration old (in_process, ray)",
-    }
-    for field in fields(Settings):
-        default: Any = field.default
-        kind = {"int": int, "float": float}.get(str(getattr(field.type, "__name__", field.type)).split(" ")[0], str)
-        if default is None:
-            annotation = str(field.type)
-            kind = int if "int" in annotation else float if "float" in annotation else str
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=kind,
-            default=default,
-            metavar=kind.__name__.upper().replace("STR", "TEXT"),
-            help=f"{helps[field.name]} (default: {'none' if default in (None, '') else default})",
-        )
-
-
-DTYPES = ("bfloat16", "float16", "float32")
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from diffrl.settings import Settings
-
-    def count(name: str, default: int | None, text: str, required: bool = False) -> None:
-        default_text = "" if required else f" (default: {'none' if default is None else default})"
-        parser.add_argument(
-            name, type=int, default=default, metavar="INT", required=required, help=f"{text}{default_text}"
-        )
-
-    parser.add_argument(
-        "--model", metavar="FOLDER", required=True, help="folder of a saved pipeline; no weight is read"
-    )
-    count("--height", None, "pixels", required=True)
-    count("--width", None, "pixels", required=True)
-    count("--frames", None, "of a video")
-    count("--lora-rank", Settings.lora_rank, "r of the LoRA; 0: all parameters are trained, in float32")
-    count("--group-size", Settings.group_size, "samples per prompt, k")
-    count("--prompts-per-iteration", Settings.prompts_per_iteration, "prompts per rollout, g")
-    count("--kept-steps", Settings.steps, "sampling steps kept of each trajectory")
-    count("--copies", 1, "of the policy beside the live one: behaviour, reference, an average")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of base weights (default: {DTYPES[0]})")
-    parser.add_argument("--encoders-off", action="store_true", help="text encoders leave the device after encoding")
-    parser.add_argument("--vae-off", action="store_true", help="the VAE leaves the device between decodes")
-    parser.add_argument("--gpu-memory", type=float, default=None, metavar="GB", help="what there is, in 10^9 bytes")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line: options of train and doctor are the fields of `settings.Settings`."""
-    from diffrl.version import __version__
-
-    parser = Parser(
-        prog="diffrl",
-        description="Reinforcement-learning post-training of diffusion and flow models.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"diffrl {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    train = commands.add_parser("train", help="train a model on a task, into a folder", allow_abbrev=False)
-    _add_settings(train)
-    train.add_argument(
-        "--output", metavar="FOLDER", default=None, help="new folder of the run (default: runs/TASK-ALGORITHM)"
-    )
-    train.add_argument(
-        "--resume",
-        metavar="FOLDER",
-        default=None,
-        help="go on with this run; its settings are read, only --iterations may change",
-    )
-    train.add_argument("--overwrite", action="store_true", help="replace --output if it is a run of diffrl")
-    train.add_argument(
-        "--no-pictures", action="store_true", help="draw nothing: no curve.png, before_after.png, drafts.png, ranks.png"
-    )
-    train.add_argument("--quiet", action="store_true", help="no progress bar")
-    doctor = commands.add_parser(
-        "doctor", help="check in seconds that a set-up learns the right way", allow_abbrev=False
-    )
-    _add_settings(doctor)
-    _add_plan(commands.add_parser("plan", help="bytes a run's tensors take, before it is started", allow_abbrev=False))
-    pretrain = commands.add_parser("pretrain", help="train a task's tiny base model from scratch", allow_abbrev=False)
-    pretrain.add_argument("task", choices=["digits"], help="which base model")
-    pretrain.add_argument("--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline")
-    pretrain.add_argument(
-        "--seed", type=int, default=0, help="of everything random (default: 0); takes about 7 minutes"
-    )
-    return parser
+class _Began(Exception):
+    """A run that had begun came to this: its cause is the error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; returns its exit code.
+
+    No example: runs a command.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = "diffrl"
     try:
         options = make_parser().parse_args(words)
         sys.path.insert(0, str(Path.cwd()))  # where --reward MODULE:FUNCTION looks first, as with `python -m`
         name = f"diffrl {options.command}"
-        return {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command](
-            options, words
-        )
+        command = {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command]
+        machines = sys.stdout  # what a reward or a library prints must not come between the lines of --json
+        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+            return command(options, words, machines)
+    except BrokenPipeError:  # `diffrl train --json | head`: the reader has gone
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, ImportError, OSError) as error:
-        text = " ".join(str(error).split())
-        print(f"{name}: error: {text}", file=sys.stderr)
-        return 2
+        return _failed(name, error, 2)
+    except _Began as begun:
+        return _failed(name, begun, 1)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 
+def _failed(name: str, error: Exception, code: int) -> int:
+    print(f"{name}: {painted('error:', 'red', sys.stderr)} {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _tell(machines: Any, record: Any) -> None:
+    """One line of JSON: numbers that are not finite are null."""
+    machines.write(json.dumps(_plain(record)) + "\n")
+    machines.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _settings(options: argparse.Namespace) -> Any:
+    """The settings of the options; those that the command does not have are at their defaults."""
     from diffrl.settings import Settings
 
-    return Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    return Settings(**{f.name: getattr(options, f.name) for f in fields(Settings) if hasattr(options, f.name)})
 
 
 def _bar(**numbers: Any) -> Any:
+    """A progress bar as wide as the shell; where stderr is no terminal, a line every ten seconds at most."""
     from tqdm import tqdm
 
-    return tqdm(desc="iteration", dynamic_ncols=True, **numbers)
+    how: dict[str, Any] = {"dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": 10.0}
+    if os.environ.get("COLUMNS", "").isdigit():
+        how |= {"dynamic_ncols": False, "ncols": int(os.environ["COLUMNS"])}
+    return tqdm(desc="iteration", **how, **numbers)
 
 
-def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+# ---- train
+
+
+class _Training:
+    """What `train` tells of a run, in words or to machines, and whether the run has begun."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, machines: Any):
+        self.folder, self.options, self.machines, self.begun = folder, options, machines, False
+
+    def announce(self, s: Any, bench: Any, start: int) -> None:
+        """Before anything is done."""
+        if self.options.json:
+            from diffrl.folders import head_line
+
+            plan = {"folder": str(self.folder), **facts(s, bench, start)}
+            _tell(self.machines, {**json.loads(head_line(s)), "plan": plan})
+        print(announcement(self.folder, s, bench, start, pictures=not self.options.no_pictures), flush=True)
+
+    def tracker(self, folder: Path, s: Any, start: int) -> Any:
+        """Once the folder is there: those of --track, and the lines of --json."""
+        from dataclasses import asdict
+
+        from diffrl.tracking import in_folder, together
+
+        with contextlib.ExitStack() as made:  # where the second cannot be made the first is closed
+            config = asdict(s)
+            logs: list[Any] = []
+            for kind in dict.fromkeys(self.options.track):
+                logs.append(made.enter_context(in_folder(kind, folder, start=start, config=config)))
+            made.pop_all()
+        return together(*logs, *([self.line] if self.options.json else []))
+
+    def line(self, row: Any, step: int) -> None:
+        """One iteration, as metrics.jsonl has it."""
+        _tell(self.machines, {name: value for name, value in row.items() if not hasattr(value, "shape")})
+
+    def progress(self, **numbers: Any) -> Any:
+        """Everything has been accepted: what fails from here on had begun."""
+        self.begun = True
+        return None if self.options.quiet else _bar(**numbers)
+
+    def summed_up(self, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+        """At the end, whichever way it came."""
+        if self.options.json:
+            _tell(self.machines, {"summary": {**outcome(self.folder, rows), **more}})
+
+    def failure(self, error: Exception) -> str:
+        """What went wrong, what helps, and how to go on."""
+        text = str(error)
+        if type(error).__name__ == "OutOfMemoryError":
+            text += "; less memory: --micro-batch, --rollout-chunk, --gradient-checkpointing, --encoders-off, --vae-off"
+        if (self.folder / "checkpoint" / "checkpoint.json").is_file():
+            text += f"; go on from the last checkpoint with: diffrl train --resume {self.folder}"
+        return text
+
+
+WITH_RESUME = {"--resume", "--iterations", "--no-pictures", "--quiet", "--json", "--track"}
+
+
+def _resumed(options: argparse.Namespace, words: Sequence[str]) -> int | None:
+    """The new number of iterations of a run that goes on. ValueError: an option that it reads from its folder."""
+    given = [w.split("=")[0] for w in words[1:] if w.startswith("--")]
+    if other := sorted(set(given) - WITH_RESUME):
+        raise ValueError(f"--resume reads its settings from {options.resume}: {', '.join(other)} cannot be given")
+    return options.iterations if "--iterations" in given else None
+
+
+def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> int:
     from diffrl.ranks import launched
-    from diffrl.run import Interrupted, run
+    from diffrl.run import Interrupted, read_metrics, run
+    from diffrl.tracking import require_tracker
 
-    ranks = launched()
-    progress = None if options.quiet else _bar
     folder = Path(options.resume or options.output or f"runs/{options.task}-{options.algorithm}")
+    resume: dict[str, Any] = {}
+    if options.resume is not None:
+        resume = {"resume": True, "iterations": _resumed(options, words)}
+    for kind in options.track:
+        require_tracker(kind)
+    ranks, told = launched(), _Training(folder, options, machines)
+    how: dict[str, Any] = {"progress": told.progress, "announce": told.announce, "pictures": not options.no_pictures}
+    how |= {"tracker": told.tracker, "ranks": ranks}
+    settings = None if resume else _settings(options)
     try:
-        if options.resume is not None:
-            given = [w.split("=")[0] for w in words[1:] if w.startswith("--")]
-            if other := sorted(set(given) - {"--resume", "--iterations", "--no-pictures", "--quiet"}):
-                raise ValueError(
-                    f"--resume reads its settings from {options.resume}: {', '.join(other)} cannot be given"
-                )
-            more = options.iterations if "--iterations" in given else None
-            rows = run(
-                folder, resume=True, iterations=more, progress=progress, pictures=not options.no_pictures, ranks=ranks
-            )
-        else:
-            settings = _settings(options)
-            what = f"{settings.iterations} iterations of {settings.prompts_per_iteration} prompts x {settings.group_size} samples"
-            title = f"{settings.algorithm} on {settings.task}, reward {settings.reward}: {what} -> {folder}"
-
-            def titled(**numbers: Any) -> Any:  # once everything has been accepted
-                print(title, flush=True)
-                return None if progress is None else progress(**numbers)
-
-            rows = run(
-                folder,
-                settings,
-                overwrite=options.overwrite,
-                progress=titled,
-                pictures=not options.no_pictures,
-                ranks=ranks,
-            )
+        rows = run(folder, settings, overwrite=options.overwrite, **resume, **how)
     except Interrupted as stop:
         print(f"\n{stop}" * (ranks.rank == 0), file=sys.stderr)
+        if ranks.rank == 0 and options.json:
+            told.summed_up(read_metrics(folder)[1], interrupted=True)
         return 130
     except KeyboardInterrupt:  # outside the iterations: while the model loads, or while pictures are drawn
         if not (folder / "metrics.jsonl").is_file():
             raise
         print(f"\ninterrupted; go on with: diffrl train --resume {folder}", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        out_of_memory = type(error).__name__ == "OutOfMemoryError"
+        if out_of_memory or (told.begun and isinstance(error, ValueError | ImportError | OSError)):
+            raise _Began(told.failure(error)) from error
+        raise
     if ranks.rank == 0:
         print(summary(folder, rows))
+        told.summed_up(rows, interrupted=False)
     return 0
 
 
-def summary(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
-    """What a run came to: its first and last evaluation, and its files."""
-    evaluated = [row for row in rows if "eval/reward" in row]
-    lines = []
-    for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):
-        values = [row[name] for row in evaluated if row.get(name) is not None]
-        values = [row[base] for row in rows[:1] if (base := name.replace("eval/", "base/")) in row] + values
-        if values:
-            lines.append(f"{name}: {values[0]:.4f} -> {values[-1]:.4f}")
-    whole = [f"seconds/{part}" for part in ("rollout", "reward", "update", "evaluation")]  # others are parts of these
-    seconds = sum(row.get(name) or 0.0 for row in rows for name in whole)
-    lines.append(
-        f"{len(rows)} iterations, {seconds:.0f} s; written: {', '.join(sorted(p.name for p in folder.iterdir()))}"
-    )
-    return "\n".join(lines)
+# ---- doctor, plan, pretrain
 
 
-def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _doctor(options: argparse.Namespace, words: Sequence[str], machines: Any) -> int:
     import torch
 
     from diffrl.loop import diagnose
     from diffrl.settings import build
 
-    settings = _settings(options)
+    settings = replace(
+        _settings(options), prompts_per_iteration=1
+    )  # the doctor takes up to eight, however many there are
     torch.set_num_threads(settings.threads)
     bench = build(settings)
     report = diagnose(
@@ -302,11 +228,15 @@ def _doctor(options: argparse.Namespace, words: Sequence[str]) -> int:
         seed=settings.seed,
         learning_rate=settings.learning_rate,
     )
-    print(report)
+    if options.json:
+        _tell(machines, {"ok": report.ok, "checks": [check._asdict() for check in report.checks]})
+    for line in str(report).splitlines():
+        mark, rest = line[:4], line[4:]
+        print(painted(mark, {"ok  ": "green", "FAIL": "red"}[mark], sys.stdout) + rest if mark != "?   " else line)
     return 0 if report.ok else 1
 
 
-def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _plan(options: argparse.Namespace, words: Sequence[str], machines: Any) -> int:
     import torch
 
     from diffrl.memory import empty_pipeline, plan, plan_text
@@ -324,17 +254,32 @@ def _plan(options: argparse.Namespace, words: Sequence[str]) -> int:
         encoders_on_device=not options.encoders_off,
         vae_on_device=not options.vae_off,
     )
-    print(plan_text(lines, gpu_memory=options.gpu_memory))
+    text = plan_text(lines, gpu_memory=options.gpu_memory)
     needed = sum(line.bytes for line in lines if line.on_device)
-    return 0 if options.gpu_memory is None or needed < 1e9 * options.gpu_memory else 1
+    fits = None if options.gpu_memory is None else needed < 1e9 * options.gpu_memory
+    if options.json:
+        there = None if options.gpu_memory is None else 1e9 * options.gpu_memory
+        told = {
+            "lines": [line._asdict() for line in lines],
+            "bytes_on_device": needed,
+            "gpu_bytes": there,
+            "fits": fits,
+        }
+        _tell(machines, told)
+    print(text)
+    return 1 if fits is False else 0
 
 
-def _pretrain(options: argparse.Namespace, words: Sequence[str]) -> int:
+def _pretrain(options: argparse.Namespace, words: Sequence[str], machines: Any) -> int:
     from diffrl.tasks.pretrain import pretrain_digits
 
-    if Path(options.output).exists():
+    folder = Path(options.output)
+    if folder.exists():
         raise ValueError(f"--output {options.output!r} exists")
     pretrain_digits(options.output, seed=options.seed)
+    if options.json:
+        files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        _tell(machines, {"output": str(folder), "task": options.task, "seed": options.seed, "files": files})
     return 0
 
 

@@ -69,6 +69,10 @@ def sum_of_rewards(
 
     weights None: ones. A sample with any part not finite has no reward. Dead as there.
     ValueError: rewards not " g k j"; weights not j finite numbers; as `aggregate_direction`.
+
+    >>> rewards = torch.tensor([[[1.0, 0.0], [0.0, 3.0]]])  # the second one, of three times the spread, wants x smaller
+    >>> sum_of_rewards(rewards, torch.tensor([[[1.0], [0.0]]])).value
+    tensor([[-1.]])
     """
     values = _parts(rewards)
     return aggregate_direction((values * _weights(weights, values)).sum(2), x_0, scale=scale)
@@ -120,6 +124,11 @@ def pcgrad(
     For each j, over the others in random order: where <G_j, G_k> < 0, G_j <- G_j - <G_j, G_k>/|G_k|^2 G_k, with G_k as
     it was. Then the sum at RMS `scale`. weights scale G_j first (None: ones; a negative one turns it round). generator
     None: one seeded with 0; with two rewards the order does not matter. Dead and ValueError: as `sum_of_directions`.
+
+    >>> x_0 = torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]])
+    >>> rewards = torch.stack([x_0[..., 0], x_0[..., 1] - x_0[..., 0]], dim=2)  # at 0 and at 135 degrees
+    >>> pcgrad(rewards, x_0).value  # at 67.5 degrees
+    tensor([[0.5412, 1.3066]])
     """
     scale, values = require_number("scale", scale), _parts(rewards)
     parts = _unit_parts(values, x_0) * _weights(weights, values)[:, None]
@@ -168,6 +177,10 @@ def min_norm(rewards: Float[Tensor, " g k j"], x_0: Float[Tensor, " g k *d"], *,
     <G*, G_j> >= |G*|^2 for every j. Two rewards: a_1 = clip(<G_2 - G_1, G_2>/|G_1 - G_2|^2, 0, 1), which for G_j
     of one RMS is 1/2. A reward that is dead in a group takes no part. Dead: all of them are, or Pareto-stationary,
     |G*| <= 1e-6 max |G_j|: nothing raises all of them. ValueError: as `sum_of_rewards`.
+
+    >>> x_0 = torch.tensor([[[0.0], [1.0]]])
+    >>> min_norm(torch.cat([x_0, -x_0], dim=2), x_0)  # two rewards that want the opposite
+    Direction(value=tensor([[0.]]), alive=tensor([False]))
     """
     scale, values = require_number("scale", scale), _parts(rewards)
     parts = _unit_parts(values, x_0)
@@ -184,6 +197,11 @@ def direction_cosines(rewards: Float[Tensor, " g k j"], x_0: Float[Tensor, " g k
 
     nan where one of the two is dead, so that `nanmean` over groups counts what was measured.
     ValueError: as `sum_of_rewards`.
+
+    >>> x_0 = torch.tensor([[[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]])
+    >>> rewards = torch.stack([x_0[..., 0], x_0[..., 1] - x_0[..., 0]], dim=2)  # at 0 and at 135 degrees
+    >>> direction_cosines(rewards, x_0)[0, 0]
+    tensor([ 1.0000, -0.7071])
     """
     parts = _unit_parts(_parts(rewards), x_0)
     length = parts.norm(dim=2)

@@ -265,7 +265,7 @@ def two_stage_rollout(
     Cost beside a rollout of the n seeds, decoding and scoring left out: n T/(n T_d/s + 2 keep T) times faster, with T and
     T_d steps and a draft that is s times faster per step; at 96, 12, 10, 6 and s = 1 that is 1.18.
     ValueError, before the first sample: another g anywhere, 2 keep > n, times, kernels, chunk; later: a reward that is
-    not " b".
+    not " b". No example: `sol_rl` runs it.
     """
     g = _checked_pool(seeds, cond, keep)
     _checked_times(draft_times)
@@ -304,6 +304,11 @@ def draft_rewards(
     """Stage 1 of `two_stage_rollout` alone: the rewards of every seed's sample by an Euler walk of `times`, nothing kept.
 
     score: (latents " b *d", prompt rows " b") -> " b". ValueError: as there.
+
+    >>> still, grid = lambda params, x_t, t, cond: 0 * x_t, torch.tensor([1.0, 0.0])  # the sample is its seed's noise
+    >>> told = draft_rewards(still, {}, {}, torch.tensor([[5, 5, 6]]), lambda x, rows: x[:, 0], times=grid, shape=(1,))
+    >>> (told[0] == told[0, 0]).tolist()
+    [True, True, False]
     """
     _checked_pool(seeds, cond, None)
     chunk = None if chunk is None else require_count("chunk", chunk)

@@ -4,11 +4,11 @@ GPUs of a pool work in replicas; samples and pairs are whole, so every stage is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import no_type_check
 
-from diffrl.numbers import require_count, require_number
+from diffrl.numbers import listed, require_count, require_number
 from diffrl.schedules import Schedule
 
 
@@ -126,6 +126,8 @@ class CostModel:
         (14.0, 12.0)
         """
         samples, timesteps = require_count("samples", samples), require_count("timesteps", timesteps)
+        if not isinstance(shard_pairs, bool):
+            raise ValueError(f"shard_pairs must be True or False, got {shard_pairs!r}")
         pack, ranks = require_count("pack", pack), self.trainer.replicas
         q = -(-samples * timesteps // ranks) if shard_pairs else -(-samples // ranks) * timesteps
         return (-(-q // pack) * self.train.a + q * self.train.b) / self.trainer.speed
@@ -137,7 +139,7 @@ class CostModel:
         return replace(self, generator=pools[0], trainer=pools[1])
 
 
-def fit_train_cost(sizes: Sequence[float], seconds: Sequence[float]) -> TrainCost:
+def fit_train_cost(sizes: Iterable[float], seconds: Iterable[float]) -> TrainCost:
     """The a, b >= 0 that minimise sum (a + b q - t)^2 over measured packs of q pairs that took t seconds.
 
     The problem is convex in two variables: where the unconstrained optimum is infeasible, the best point of the two edges
@@ -147,22 +149,26 @@ def fit_train_cost(sizes: Sequence[float], seconds: Sequence[float]) -> TrainCos
     >>> round(cost.a, 1), round(cost.b, 1)
     (57.5, 337.1)
     """
-    if len(sizes) != len(seconds):
-        raise ValueError(f"sizes and seconds must be as many, got {len(sizes)} and {len(seconds)}")
-    q = [require_number(f"sizes[{i}]", x, low=0, open_low=True) for i, x in enumerate(sizes)]
-    t = [require_number(f"seconds[{i}]", x, low=0, open_low=True) for i, x in enumerate(seconds)]
+    counts, times = listed("sizes", sizes), listed("seconds", seconds)
+    if len(counts) != len(times):
+        raise ValueError(f"sizes and seconds must be as many, got {len(counts)} and {len(times)}")
+    q = [require_number(f"sizes[{i}]", x, low=0, open_low=True) for i, x in enumerate(counts)]
+    t = [require_number(f"seconds[{i}]", x, low=0, open_low=True) for i, x in enumerate(times)]
     if len(set(q)) < 2:
         raise ValueError(f"sizes must hold two distinct values at least, got {q}")
+    q_unit, t_unit = (2.0 ** (math.frexp(max(x))[1] - 1) for x in (q, t))  # squares of what is left stay in range
+    q, t = [x / q_unit for x in q], [y / t_unit for y in t]
     mean_q, mean_t = math.fsum(q) / len(q), math.fsum(t) / len(t)
     b = math.fsum((x - mean_q) * (y - mean_t) for x, y in zip(q, t, strict=True)) / math.fsum(
         (x - mean_q) ** 2 for x in q
     )
     a = mean_t - b * mean_q
     if a >= 0 and b >= 0:
-        return TrainCost(a, b)
+        return TrainCost(a * t_unit, b / q_unit * t_unit)
     through_origin = math.fsum(x * y for x, y in zip(q, t, strict=True)) / math.fsum(x * x for x in q)
-    edges = [TrainCost(0.0, through_origin), TrainCost(mean_t, 0.0)]
-    return min(edges, key=lambda c: math.fsum((c.a + c.b * x - y) ** 2 for x, y in zip(q, t, strict=True)))
+    edges = [(0.0, through_origin), (mean_t, 0.0)]
+    a, b = min(edges, key=lambda line: math.fsum((line[0] + line[1] * x - y) ** 2 for x, y in zip(q, t, strict=True)))
+    return TrainCost(a * t_unit, b / q_unit * t_unit)
 
 
 def lower_bound(schedule: Schedule, cost: CostModel) -> float:
@@ -171,6 +177,11 @@ def lower_bound(schedule: Schedule, cost: CostModel) -> float:
     (W_gen + W_train) / sum(gpus speed), W_gen = n generate per_replica of the generator (with TAG: the smaller of that and
     `helper`), W_train = n timesteps (a/pack + b) per_replica of the trainer: reference-GPU seconds of work over all the
     GPUs there are. With linear scaling and no overheads a colocated step equals it: separation cannot win for free.
+
+    >>> from diffrl.schedules import Fragment
+    >>> schedule = Schedule((Fragment(0, (0, 1, 2, 3)),), 2)  # 4 samples x (1 s to generate + 2 s to train) on 2 GPUs
+    >>> lower_bound(schedule, CostModel(1.0, TrainCost(0.0, 2.0), Pool(1), Pool(1)))
+    6.0
     """
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):
         raise ValueError(f"a Schedule and a CostModel are needed, got {schedule!r:.60} and {cost!r:.60}")

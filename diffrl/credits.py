@@ -23,19 +23,30 @@ Credit = dict[str, Tensor]
 
 
 def scalar_rewards(batch: Batch) -> Float[Tensor, " g k"]:
-    """The rewards as they are: labels for `covariance_credit`."""
+    """The rewards as they are: labels for `covariance_credit`.
+
+    >>> scalar_rewards(Batch(None, torch.tensor([[0.5, 2.0]]), {}))
+    tensor([[0.5000, 2.0000]])
+    """
     return batch.rewards
 
 
 def random_pairs(batch: Batch) -> Float[Tensor, " g k"]:
-    """Win/lose labels of random disjoint pairs, drawn from the batch's own seeds (a new pairing per iteration)."""
+    """Win/lose labels of random disjoint pairs, drawn from the batch's own seeds (a new pairing per iteration).
+
+    No example: `guidance.pair_labels` has one.
+    """
     seeds = batch.trajectory.seeds
     generator = None if seeds is None else torch.Generator().manual_seed(int(seeds[0]) % 2**63)
     return pair_labels(batch.rewards, generator=generator)
 
 
 def best_against_worst(batch: Batch) -> Float[Tensor, " g k"]:
-    """Labels of the pairing best-worst, second best-second worst, ...: 1 above, 0 below, 1/2 on ties, nan unpaired."""
+    """Labels of the pairing best-worst, second best-second worst, ...: 1 above, 0 below, 1/2 on ties, nan unpaired.
+
+    >>> best_against_worst(Batch(None, torch.tensor([[1.0, 2.0, 3.0, 4.0, 2.5]]), {}))
+    tensor([[0., 0., 1., 1., nan]])
+    """
     finite = torch.isfinite(batch.rewards)
     labels = torch.full_like(batch.rewards, torch.nan)
     for group, row in enumerate(batch.rewards):
@@ -47,7 +58,11 @@ def best_against_worst(batch: Batch) -> Float[Tensor, " g k"]:
 
 
 def labels_of(batch: Batch, labels: Labels) -> Float[Tensor, " g k"]:
-    """labels(batch) as floating-point numbers. ValueError: another shape than the rewards'."""
+    """labels(batch) as floating-point numbers. ValueError: another shape than the rewards'.
+
+    >>> labels_of(Batch(None, torch.tensor([[1.0, 3.0]]), {}), lambda batch: batch.rewards > 2)
+    tensor([[0., 1.]])
+    """
     values = labels(batch)
     if tuple(values.shape) != tuple(batch.rewards.shape):  # another grouping would mix prompts
         raise ValueError(f"labels must have the rewards' shape: {shapes(labels=values, rewards=batch.rewards)}")
@@ -57,7 +72,12 @@ def labels_of(batch: Batch, labels: Labels) -> Float[Tensor, " g k"]:
 def direction_credit(
     value: Float[Tensor, " g *d"], alive: Bool[Tensor, " g"], rewarded: Bool[Tensor, " g k"]
 ) -> Credit:
-    """{"direction", "alive", "has_reward"} of each sample " b ...": the first two are those of its group."""
+    """{"direction", "alive", "has_reward"} of each sample " b ...": the first two are those of its group.
+
+    >>> told = direction_credit(torch.tensor([[5.0]]), torch.tensor([True]), torch.tensor([[True, False]]))
+    >>> told["direction"].tolist(), told["has_reward"].tolist()
+    ([[5.0], [5.0]], [True, False])
+    """
     k = rewarded.shape[1]
     return {
         "direction": value.repeat_interleave(k, 0),
@@ -80,6 +100,11 @@ def covariance_credit(
     direction: (labels " g k", x_0 " g k *d") -> Direction; None: `aggregate_direction` with scale and rms_axes.
     weight: (labels, x_0) -> " g" >= 0, loss weight of each group, as "weight" " b". ValueError: labels of another shape
     than the rewards; a direction of one's own together with scale or rms_axes.
+
+    >>> from diffrl.types import Trajectory
+    >>> walk = Trajectory(torch.tensor([[2.0], [0.0]]), *[None] * 8)
+    >>> covariance_credit(scale=0.5)(Batch(walk, torch.tensor([[1.0, 0.0]]), {}))["direction"].tolist()
+    [[0.5], [0.5]]
     """
     if direction is not None and (scale != 1.0 or rms_axes is not None):
         raise ValueError(f"scale={scale} and rms_axes={rms_axes} belong to aggregate_direction, not to {direction!r}")
@@ -102,7 +127,11 @@ def covariance_credit(
 
 
 def unbiased_group_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
-    """sqrt(sum (R - Rbar)^2/(k - 1)) of each group's finite rewards: DanceGRPO's published spread (torch.std)."""
+    """sqrt(sum (R - Rbar)^2/(k - 1)) of each group's finite rewards: DanceGRPO's published spread (torch.std).
+
+    >>> unbiased_group_std(torch.tensor([[1.0, 3.0, float("nan")]]))
+    tensor([[1.4142]])
+    """
     (rewards,) = promote(rewards)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     count = torch.isfinite(rewards).sum(1, keepdim=True)
@@ -110,14 +139,23 @@ def unbiased_group_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
 
 
 def advantages_of_sum(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: float = 1e-4) -> Advantages:
-    """(Batch) -> `group_advantages` of the reward, which for several rewards is their weighted sum."""
+    """(Batch) -> `group_advantages` of the reward, which for several rewards is their weighted sum.
+
+    >>> advantages_of_sum(eps=0.0)(Batch(None, torch.tensor([[1.0, 3.0]]), {}))
+    tensor([[-1.,  1.]])
+    """
     return lambda batch: group_advantages(batch.rewards, spread=spread, eps=eps)
 
 
 def sum_of_advantages(*, spread: Callable[[Tensor], Tensor] = batch_std, eps: float = 1e-4) -> Advantages:
     """(Batch) -> sum_j w_j A_j over the single rewards' `group_advantages` (MixGRPO): no reward drowns the others by its
     scale. w: the weights of the reward (`Batch.part_weights`; none: 1). A sample that lacks one of them has none. One
-    reward: as `advantages_of_sum`."""
+    reward: as `advantages_of_sum`.
+
+    >>> parts = torch.tensor([[[1.0, 100.0], [3.0, 0.0]]])  # two rewards that disagree, one of fifty times the spread
+    >>> sum_of_advantages(eps=0.0)(Batch(None, parts.sum(2), {}, parts))
+    tensor([[0., 0.]])
+    """
 
     def advantages(batch: Batch) -> Tensor:
         if batch.parts is None:
@@ -139,6 +177,11 @@ def advantage_credit(
     best_of n: only the n/2 best and n/2 worst samples of each group are trained, by their advantage (DanceGRPO's
     best-of-n); "weight" " b" is k/n for those and 0 for the others, so that the loss is the mean over the selected.
     A over the whole group. ValueError: clamp <= 0, best_of odd or larger than the group.
+
+    >>> credit = advantage_credit(advantages=scalar_rewards, clamp=2.0, best_of=2)
+    >>> told = credit(Batch(None, torch.tensor([[-7.0, 0.0, 0.5, 1.0]]), {}))
+    >>> told["advantage"].tolist(), told["weight"].tolist()
+    ([-2.0, 0.0, 0.5, 1.0], [2.0, 0.0, 0.0, 2.0])
     """
     clamp = require_number("clamp", clamp, low=0, open_low=True, infinite=True)
     if best_of is not None and require_count("best_of", best_of, low=2) % 2:
@@ -164,6 +207,9 @@ def extremes(values: Float[Tensor, " g k"], usable: Tensor, *, count: int) -> Fl
     """k/count for the count/2 largest and count/2 smallest usable values of each group, else 0; disjoint under ties.
 
     A group with fewer than `count` usable values keeps all of those. ValueError: count larger than the group.
+
+    >>> extremes(torch.tensor([[4.0, 1.0, 3.0, 2.0]]), torch.ones(1, 4, dtype=torch.bool), count=2)
+    tensor([[2., 2., 0., 0.]])
     """
     g, k = values.shape
     if count > k:
@@ -185,6 +231,10 @@ def optimality_credit(
     """credit: {"optimality": r = clip(A/clip, -1, 1)/2 + 1/2 " b", "advantage": A}: DiffusionNFT (2509.16117 eq. 7).
 
     part: a function of A first, e.g. `positive_part` or `negative_part`. ValueError: clip <= 0 or not finite.
+
+    >>> credit = optimality_credit(advantages=scalar_rewards)
+    >>> credit(Batch(None, torch.tensor([[-7.0, 0.0, 2.5]]), {}))["optimality"]
+    tensor([0.0000, 0.5000, 0.7500])
     """
     clip = require_number("clip", clip, low=0, open_low=True)
     of_batch = advantage_credit(advantages=advantages, clamp=clip)
@@ -198,10 +248,18 @@ def optimality_credit(
 
 
 def positive_part(advantages: Tensor) -> Tensor:
-    """max(A, 0): the published positive_only mode of DiffusionNFT, r in [1/2, 1]. Both branches still act."""
+    """max(A, 0): the published positive_only mode of DiffusionNFT, r in [1/2, 1]. Both branches still act.
+
+    >>> optimality(positive_part(torch.tensor([-5.0, 5.0])))
+    tensor([0.5000, 1.0000])
+    """
     return advantages.clamp_min(0)
 
 
 def negative_part(advantages: Tensor) -> Tensor:
-    """min(A, 0): the published negative_only mode, r in [0, 1/2]. Both branches still act."""
+    """min(A, 0): the published negative_only mode, r in [0, 1/2]. Both branches still act.
+
+    >>> optimality(negative_part(torch.tensor([-5.0, 5.0])))
+    tensor([0.0000, 0.5000])
+    """
     return advantages.clamp_max(0)

@@ -79,6 +79,9 @@ def unbiased_covariance(rewards: Float[Tensor, " g k"], x_0: Float[Tensor, " g k
 
     In reward units, so that means of it over groups or iterations make sense (those of unit-RMS directions do not):
     what `shrink_toward` pulls towards. Dead groups are exactly 0. ValueError: as `reward_covariance`.
+
+    >>> unbiased_covariance(torch.tensor([[1.0, 0.0]]), torch.tensor([[[2.0], [0.0]]]))
+    tensor([[1.]])
     """
     values, finite = _require_groups(rewards, x_0)
     return _unbiased(_covariances(values, finite, x_0)[0], finite).to(_finite_out(x_0))
@@ -132,6 +135,9 @@ def signal_energy(
 
     Sum over the latent axes, not a mean. float64 (the square of a small reward leaves float32). nan where a group has
     fewer than four finite rewards. ValueError: as `reward_covariance`; pairings < 1.
+
+    >>> signal_energy(torch.tensor([[0.0, 1.0, 2.0]]), torch.zeros(1, 3, 1))  # one pair alone: no product
+    tensor([nan], dtype=torch.float64)
     """
     return _energies(rewards, x_0, pairings, generator)[0]
 
@@ -146,6 +152,10 @@ def noise_energy(
     """N = |Chat|^2 - S: unbiased for E|Chat - Cov|^2, what sampling adds to `unbiased_covariance`. Derived here.
 
     Everything as in `signal_energy`, nan and refusals included; a single N may be negative.
+
+    >>> r, x = torch.tensor([[0.0, 1.0, 2.0, 5.0]]), torch.tensor([[[0.0], [1.0], [3.0], [2.0]]])
+    >>> torch.allclose(signal_energy(r, x) + noise_energy(r, x), unbiased_covariance(r, x)[:, 0].double() ** 2)
+    True
     """
     signal, total, _ = _energies(rewards, x_0, pairings, generator)
     return total - signal
@@ -189,6 +199,10 @@ def shrink_scale(
     """rho G: `aggregate_direction` times `signal_fraction`, so that its RMS says how much is known. Derived here.
 
     alive is that of `aggregate_direction`: a group with rho = 0 keeps its target v_old. ValueError: as those two.
+
+    >>> x_0 = torch.tensor([[[0.0], [1.0], [2.0], [3.0]], [[0.0], [-2.0], [-1.0], [0.0]]])  # rho 1 and 0
+    >>> shrink_scale(torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2), x_0).value.tolist()
+    [[1.0], [0.0]]
     """
     value, alive = aggregate_direction(rewards, x_0, scale=scale)
     return Direction(value * _rows(signal_fraction(rewards, x_0, pairings=pairings).to(value), value), alive)
@@ -222,6 +236,10 @@ def shrink_toward_batch(
     lose: with k = 8, D = 32 and 8 prompts cos(Cpost, Cov) goes from .42 to .78 if all share one direction, to .23 if
     they share none. One alive group alone: `aggregate_direction`. Dead: that one's dead groups, and where Cpost is 0.
     ValueError: as `signal_energy`; scale not finite.
+
+    >>> r, x_0 = torch.tensor([[0.0, 1.0, 2.0, 4.0]]), torch.tensor([[[0.0], [1.0], [3.0], [2.0]]])
+    >>> shrink_toward_batch(r, x_0).value == aggregate_direction(r, x_0).value  # one group alone
+    tensor([[True]])
     """
 
     def centre(unbiased: Tensor, alive: Tensor) -> Tensor:
@@ -242,6 +260,7 @@ def shrink_toward(
 
     In units of reward times latent, not a direction at unit RMS (derived here). running 0: `aggregate_direction`, but
     dead where S <= 0. ValueError: as `shrink_toward_batch`; running not " g *d" or not finite.
+    No example: `shrink_toward_batch` has one.
     """
     require_tensors(rewards=rewards, x_0=x_0, running=running)
     if running.shape != x_0.shape[:1] + x_0.shape[2:]:
@@ -275,7 +294,7 @@ def signal_weight(
 ) -> Float[Tensor, " g"]:
     """w = `signal_fraction` as a loss weight per group: unit-RMS targets, but noisy groups count less (derived here).
 
-    In [0, 1], 0 for dead groups. ValueError: as `signal_energy`.
+    In [0, 1], 0 for dead groups. ValueError: as `signal_energy`. No example: `signal_fraction` has one.
     """
     return signal_fraction(rewards, x_0, pairings=pairings)
 
@@ -328,6 +347,9 @@ def bin_rms(covariance: Float[Tensor, " g n_bins *d"]) -> Float[Tensor, " g n_bi
     """C_b/rms(C_b): RMS 1 in every bin, however little it says (derived here). 0 stays 0.
 
     ValueError: not " g n_bins *d".
+
+    >>> bin_rms(torch.tensor([[[7.0], [-2.0], [0.0]]])).flatten()
+    tensor([ 1., -1.,  0.])
     """
     return _divided(covariance, 2)
 
@@ -392,6 +414,10 @@ def binned_covariance(
 
     bins: for each step n its bin, 0 .. n_bins - 1, each used. A sample without reward may hold anything. Detached.
     ValueError: shapes; bins of another length, negative or with a gap; x_0 or predicted not finite where the reward is.
+
+    >>> rewards, x_0 = torch.tensor([[1.0, 0.0]]), torch.tensor([[[2.0], [0.0]]])
+    >>> binned_covariance(rewards, x_0, torch.zeros(1, 2, 1, 1), [0])  # nothing predicted: C itself
+    tensor([[[0.5000]]])
     """
     values, finite = _require_groups(rewards, x_0)
     bins = _require_bins(bins, x_0, predicted, finite)
@@ -412,6 +438,10 @@ def binned_direction(
     normalise: `joint_rms`, `bin_rms` or any function of C_b " g n_bins *d" that keeps its shape. A bin with
     rms(C_b) <= 1e-6 std(R) rms(x_0) is rounding and set to 0 first; alive False: dead rewards, or no bin left.
     ValueError: as `binned_covariance`; scale not finite; another shape from normalise.
+
+    >>> rewards, x_0 = torch.tensor([[1.0, 0.0]]), torch.tensor([[[2.0], [0.0]]])
+    >>> binned_direction(rewards, x_0, x_0[:, :, None], [0]).alive  # the state knows all of x_0
+    tensor([False])
     """
     scale = require_number("scale", scale)
     values, finite = _require_groups(rewards, x_0)

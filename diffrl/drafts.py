@@ -88,6 +88,7 @@ def merged_draft(
     model: `models.Model` around a pipeline (it has `module` and `rebind`), LoRA or fully trained; untouched. quantize, skip,
     min_dim: as `quant.convert_linears`; the released models' published lists are `quant.PUBLISHED_SKIP`, `PUBLISHED_MIN_DIM`.
     ValueError: a toy model; adapters other than plain low-rank factors on linear layers; as `convert_linears`.
+    No example: needs a pipeline.
     """
     module = _module_of(model)
     layers = _adapted(module, model.params)
@@ -130,7 +131,7 @@ def adapter_draft(
     """A draft whose base weights are quantised once and whose adapter is copied at every refresh, in its own precision.
 
     Two thin products more per adapted layer than `merged_draft`, and an adapter that no rounding of four bits can swallow;
-    derived here. Arguments and errors as there; without an adapter the two are the same.
+    derived here. Arguments and errors as there; without an adapter the two are the same. No example: needs a pipeline.
     """
     copied, report = convert_linears(_module_of(model), quantize=quantize, skip=skip, min_dim=min_dim)
     around = model.rebind(copied)

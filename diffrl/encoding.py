@@ -42,7 +42,11 @@ class Encoder(NamedTuple):
 
 
 def checked_folder(folder: str | Path | None) -> Path | None:
-    """The folder as a Path, not created yet; ValueError where it is a file."""
+    """The folder as a Path, not created yet; ValueError where it is a file.
+
+    >>> checked_folder(None) is None, checked_folder("embeddings").name
+    (True, 'embeddings')
+    """
     if folder is None:
         return None
     if Path(folder).is_file():
@@ -57,7 +61,7 @@ def encode(encoder: Encoder, prompts: Sequence[str], images: Sequence[Any] | Ten
     images, uint8 (h, w, 3) or float (3, h, w) in [0, 1], resized as the pipeline does. Each distinct text and image is
     encoded once, alone, and kept on the CPU. Float entries are in the module's dtype, an embedded `guidance` in float32.
     ValueError: prompts or images of another kind or number; a text not yet encoded after a text encoder was taken out of
-    the pipeline.
+    the pipeline. No example: needs a pipeline.
     """
     pipe, family = encoder.pipe, encoder.family
     texts = [] if isinstance(prompts, str) else list(prompts)

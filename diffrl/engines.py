@@ -38,7 +38,12 @@ def _refused(check: Callable[..., None], *arguments: Any, **options: Any) -> boo
 def schedule_for(algorithm: Algorithm, s: Settings) -> Schedule:
     """The run's schedule: --fragments along the sample axis, or in whole groups where the algorithm's collect looks at its
     group; behind a barrier where its credit looks at the batch. ValueError: a collect that looks at the whole batch, in
-    more than one fragment; more fragments than there are rows or prompts to cut; --stale above the fragments."""
+    more than one fragment; more fragments than there are rows or prompts to cut; --stale above the fragments.
+
+    >>> from diffrl.algorithms import art, flow_grpo  # flow_grpo divides by the std of the whole batch
+    >>> [schedule_for(algorithm, Settings(fragments=4)).barrier for algorithm in (art(), flow_grpo())]
+    [False, True]
+    """
     asked: dict[str, Any] = {"steps": s.steps, "group_size": s.group_size}
     if s.fragments > 1:
         require_separable_objective(algorithm, **asked)
@@ -58,7 +63,12 @@ def schedule_for(algorithm: Algorithm, s: Settings) -> Schedule:
 
 def check_engine(s: Settings, algorithm: Algorithm, *, ranks: int = 1) -> None:
     """ValueError or ImportError before anything is written: an engine that cannot run this algorithm by these settings,
-    or that is one of several ranks."""
+    or that is one of several ranks.
+
+    >>> check_engine(Settings(engine="in_process"), None, ranks=2)
+    Traceback (most recent call last):
+    ValueError: --engine in_process in one of 2 processes: only --engine loop trains under torchrun
+    """
     if s.engine == "loop":
         return
     if ranks > 1:
@@ -77,7 +87,10 @@ def check_engine(s: Settings, algorithm: Algorithm, *, ranks: int = 1) -> None:
 def make_stages(
     s: Settings, bench: Bench, optimizer: torch.optim.Optimizer, *, start: int = 0, behaviour: Params | None = None
 ) -> AlgorithmStages:
-    """The run's stages around its bench; its params are those of the fresh adapter, the reference too."""
+    """The run's stages around its bench; its params are those of the fresh adapter, the reference too.
+
+    No example: needs a pipeline.
+    """
     return AlgorithmStages(
         bench.model,
         bench.algorithm,
@@ -95,12 +108,19 @@ def make_stages(
 
 
 def make_optimizer(s: Settings, params: Params) -> torch.optim.Optimizer:
-    """AdamW of the run's learning rate, without decay."""
+    """AdamW of the run's learning rate, without decay.
+
+    >>> make_optimizer(Settings(learning_rate=0.5), {"w": torch.zeros(1)}).param_groups[0]["lr"]
+    0.5
+    """
     return torch.optim.AdamW(list(params.values()), lr=s.learning_rate, weight_decay=0.0)
 
 
 def stages_from_settings(s: Settings, start: int = 0) -> AlgorithmStages:
-    """Everything built anew from the settings alone: what an actor in another process does."""
+    """Everything built anew from the settings alone: what an actor in another process does.
+
+    No example: needs a pipeline.
+    """
     torch.set_num_threads(s.threads)
     bench = build(s)
     return make_stages(s, bench, make_optimizer(s, bench.model.params), start=start)
@@ -117,7 +137,8 @@ def engine_rows(
     published: Callable[[Params], None] = lambda behaviour: None,
 ) -> Generator[dict[str, float], None, None]:
     """One row of metrics per iteration, endless, by the run's engine: `in_process` or `ray`. The bench's model holds the
-    params of the last commit; published is told the behaviour params after each. ValueError: as `schedule_for`, `run`."""
+    params of the last commit; published is told the behaviour params after each. ValueError: as `schedule_for`, `run`.
+    No example: needs a pipeline."""
     stages = make_stages(s, bench, optimizer, start=start, behaviour=behaviour)
     stages.reference = None if stages.reference is None else {n: p.detach().clone() for n, p in reference.items()}
     backend: Any = in_process(bitwise=True)

@@ -93,6 +93,15 @@ def run(
     stage of generation and reward. Closing the iterator stops claims and drops what is in flight; params are those of the
     last commit. ValueError, at the call: arguments out of range, a schedule that does not fit the workers.
     ExecutionError: a stage failed `retries` + 1 times.
+
+    >>> from diffrl.algorithms import art
+    >>> from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+    >>> model = toy_model()
+    >>> optimizer = torch.optim.Adam(model.params.values(), lr=0.1)
+    >>> stages = AlgorithmStages(model, art(), PROMPTS, toward_compass, optimizer, group_size=4, steps=4, seed=0)
+    >>> schedule = Schedule(gap_partition(4, 4, fragments=2), 4, timesteps=4)
+    >>> [(result.step, result.version) for result in run(schedule, stages, steps=2)]
+    [(0, 1), (1, 2)]
     """
     if not isinstance(schedule, Schedule):
         raise ValueError(f"schedule must be a Schedule, got {schedule!r:.80}")
@@ -196,7 +205,7 @@ def calibrate(
     the size of the fragments that are planned); train: `fit_train_cost` over packs of `sizes` pairs; reward: the same line over `sizes` samples;
     optimizer, publish, switch, restore: alone. timesteps: trained ones per sample, of which the pairs are made. The optimizer
     is stepped: `AlgorithmStages` come back as they were, the params of plain `Workers` do not. ValueError: fewer samples
-    than the largest size, or fewer than two sizes.
+    than the largest size, or fewer than two sizes. No example: it measures seconds.
     """
     sizes, repeats = [require_count("sizes", q) for q in sizes], require_count("repeats", repeats)
     if len(set(sizes)) < 2:

@@ -48,6 +48,12 @@ def binned_credit(
     The model's own prediction x_t - t v is subtracted from x_0, which leaves the covariance *within* the state. That
     needs states of the forward process (`rollouts.collect_renoised`): on the sampler's own path x_0 is a function of the
     state and nothing is left. bins: (kept steps) -> bin of each.
+
+    >>> from diffrl.types import Trajectory
+    >>> x_0, x = torch.tensor([[2.0], [0.0]]), torch.ones(2, 1, 1)  # at t = 1, x_t - t v = 0: nothing predicted
+    >>> batch = Batch(Trajectory(x_0, x, x, x, torch.ones(1), *[None] * 4), torch.tensor([[1.0, 0.0]]), {})
+    >>> binned_credit()(batch)["direction"].tolist()
+    [[[1.0]], [[1.0]]]
     """
 
     def credit(batch: Batch) -> Credit:
@@ -73,7 +79,10 @@ def art_binned(
     labels: Labels = scalar_rewards,
     **settings: Any,
 ) -> Algorithm:
-    """`art` on freshly noised states with one direction per noise level. Other keywords as `art`, but for rms_axes."""
+    """`art` on freshly noised states with one direction per noise level. Other keywords as `art`, but for rms_axes.
+
+    No example: a preset of `art`.
+    """
     _refuse_rms_axes(settings)
     return art(**settings)._replace(
         collect=collect_renoised(step=step, trained_steps=trained_steps),
@@ -95,6 +104,11 @@ def several_rewards_credit(
 
     Weights other than 1 are handed on as weights=, " j". ValueError: a batch whose reward has no parts (make it with
     `rewards.weighted_sum`), or such weights and a direction without that keyword (`min_norm` has its own).
+
+    >>> from diffrl.types import Trajectory
+    >>> parts, walk = torch.tensor([[[1.0, 5.0], [0.0, 2.0]]]), Trajectory(torch.tensor([[2.0], [0.0]]), *[None] * 8)
+    >>> several_rewards_credit()(Batch(walk, parts.sum(2), {}, parts))["direction"].tolist()
+    [[1.0], [1.0]]
     """
     knows_weights = "weights" in signature(direction).parameters
 
@@ -135,6 +149,9 @@ def art_steady(
     that does not end with the rollout. Not a guarantee: at k = 2 full fine-tuning at 3e-4 and above still collapses
     (`ablations/stability.py`). Derived here, not the paper's. direction: (labels, x_0, scale=) -> Direction.
     Other keywords as `art`, but for rms_axes.
+
+    >>> art_steady(retention=0.25).behaviour({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0)
+    {'w': tensor([0.7500])}
     """
     _refuse_rms_axes(settings)
     retention = require_number("retention", retention, low=0, high=1)
@@ -173,6 +190,7 @@ def force_spectrum(
     groups: names of parameters by a name of one's own; window: with ART's credit, best update 2's. At most `states`
     states, spread evenly, of the kept steps `columns` (None: all). One backward pass per state and force, params' .grad is
     left alone. ValueError: unknown parameter names, no group, no state of a live sample.
+    No example: `ablations/force.py` has one.
     """
     unknown = sorted({name for names in groups.values() for name in names} - params.keys())
     if not groups or unknown or not all(groups.values()):

@@ -16,7 +16,11 @@ FAMILIES: dict[str, Family] = {**IMAGES, **VIDEOS}
 
 
 def checked_size(family: Family, height: Any, width: Any, frames: Any) -> Size:
-    """The size as counts; ValueError where one is none, or frames do not go with the family."""
+    """The size as counts; ValueError where one is none, or frames do not go with the family.
+
+    >>> checked_size(FAMILIES["StableDiffusion3Pipeline"], 64, 32, None)
+    Size(height=64, width=32, frames=None)
+    """
     if family.video != (frames is not None):
         raise ValueError(
             f"frames must be {'given for a video' if family.video else 'None for an image'}, got {frames!r}"
@@ -26,7 +30,11 @@ def checked_size(family: Family, height: Any, width: Any, frames: Any) -> Size:
 
 
 def checked_length(pipe: Any, family: Family, length: int | None) -> int:
-    """Text tokens, None meaning the pipeline's own default; ValueError above what the family accepts."""
+    """Text tokens, None meaning the pipeline's own default; ValueError above what the family accepts.
+
+    >>> checked_length(None, FAMILIES["StableDiffusion3Pipeline"], 77)
+    77
+    """
     if length is None:
         length = call_default(pipe, "max_sequence_length")
     length = require_count("max_sequence_length", length)
@@ -37,7 +45,11 @@ def checked_length(pipe: Any, family: Family, length: int | None) -> int:
 
 def checked_guidance(pipe: Any, family: Family, scale: float | None) -> float:
     """The guidance scale, None meaning the family's default; ValueError below 1 (classifier-free) or 0 (embedded), and
-    where it is given to a network that reads none (FLUX.1-schnell)."""
+    where it is given to a network that reads none (FLUX.1-schnell).
+
+    >>> checked_guidance(None, FAMILIES["StableDiffusion3Pipeline"], 1)
+    1.0
+    """
     if family.guide is not None:
         return require_number("guidance_scale", family.guidance if scale is None else scale, low=1.0)
     if not family.guidance_unit(pipe):
@@ -48,7 +60,13 @@ def checked_guidance(pipe: Any, family: Family, scale: float | None) -> float:
 
 
 def scheduler_shift(pipe: Any, tokens: int) -> float:
-    """s of t <- s t / (1 + (s - 1) t) as the pipeline's scheduler applies it to a sequence of `tokens`."""
+    """s of t <- s t / (1 + (s - 1) t) as the pipeline's scheduler applies it to a sequence of `tokens`.
+
+    >>> from types import SimpleNamespace
+    >>> pipe = SimpleNamespace(scheduler=SimpleNamespace(config={"use_dynamic_shifting": True}))
+    >>> round(scheduler_shift(pipe, 256), 4), round(scheduler_shift(pipe, 4096), 4)  # exp(.5), exp(1.15)
+    (1.6487, 3.1582)
+    """
     scheduler, config = pipe.scheduler, pipe.scheduler.config
     if config.get("use_dynamic_shifting"):
         low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)

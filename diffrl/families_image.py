@@ -149,6 +149,10 @@ def norm_kept(velocity: Velocity, *, scale: float) -> Velocity:
     w = v_uncond + scale (v_cond - v_uncond), v = w |v_cond| / |w| over the last axis (QwenImagePipeline's loop).
 
     velocity, cond and what raises as `sampling.classifier_free`; a token with w = 0 stays 0.
+
+    >>> cond = {"text": torch.tensor([[0.3, 0.4]]), "uncond.text": torch.zeros(1, 2)}
+    >>> norm_kept(lambda params, x_t, t, cond: cond["text"], scale=7.0)({}, None, None, cond)
+    tensor([[0.3000, 0.4000]])
     """
     scale = require_number("scale", scale)
 

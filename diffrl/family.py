@@ -33,8 +33,8 @@ class Family(NamedTuple):
     timestep_scale: the network reads timestep_scale * t.
     guidance: default scale. guide: (velocity, *, scale) -> velocity, for classifier-free families; None: there is none.
     twins: the cond entries that have an `uncond.` twin when guided. encode_negative: `encode` for the negative prompt,
-        where it differs. needs: further entries the network cannot do without. guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the
-        network reads none.
+        where it differs. needs: further entries the network cannot do without.
+    guidance_unit: (pipe) -> what scale 1 is in the units of an embedded guidance, 0 where the network reads none.
     encode_image: (pipe, image, Size) -> further cond entries, for families that start from an image.
     targets: name endings of the layers LoRA adapts, where the module has them. longest: most text tokens accepted.
     check: (pipe) -> None; ValueError for a variant of the class that cannot be driven correctly.
@@ -60,19 +60,36 @@ class Family(NamedTuple):
 
 
 def require_multiple(factor: int, **lengths: int) -> None:
-    """ValueError unless every length is a multiple: pipelines round such sizes silently, to an image of another size."""
+    """ValueError unless every length is a multiple: pipelines round such sizes silently, to an image of another size.
+
+    >>> require_multiple(16, height=512, width=500)
+    Traceback (most recent call last):
+    ValueError: width must be a multiple of 16, got 500
+    """
     for name, value in lengths.items():
         if value % factor:
             raise ValueError(f"{name} must be a multiple of {factor}, got {value}")
 
 
 def call_default(pipe: Any, name: str) -> Any:
-    """What `pipe(...)` uses for an argument it is not given: some defaults stand in the signature and nowhere else."""
+    """What `pipe(...)` uses for an argument it is not given: some defaults stand in the signature and nowhere else.
+
+    >>> class Pipe:
+    ...     def __call__(self, prompt, max_sequence_length=256): ...
+    >>> call_default(Pipe(), "max_sequence_length")
+    256
+    """
     return inspect.signature(type(pipe).__call__).parameters[name].default
 
 
 def unstandardised(pipe: Any, latents: Tensor) -> Tensor:
-    """latents std + mean per channel, " b c f h w", for VAEs that keep `latents_mean` and `latents_std` and no factor."""
+    """latents std + mean per channel, " b c f h w", for VAEs that keep `latents_mean` and `latents_std` and no factor.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(latents_mean=[1.0], latents_std=[2.0])
+    >>> unstandardised(SimpleNamespace(vae=SimpleNamespace(config=config)), torch.full((1, 1, 1, 1, 1), 3.0)).item()
+    7.0
+    """
     config = pipe.vae.config
     mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1).to(latents) for x in (config.latents_mean, config.latents_std))
     return latents * std + mean
@@ -82,6 +99,10 @@ def picture(image: Any) -> Any:
     """A PIL image in 8-bit RGB of a PIL image, uint8 (h, w, 3) or float (3, h, w) in [0, 1]; ValueError for anything else.
 
     The CLIP processor divides by 255 whatever it is given, the VAE's does not: one kind of picture for both, and for keys.
+
+    >>> image = picture(torch.ones(3, 2, 4))
+    >>> image.size, image.getpixel((0, 0))
+    ((4, 2), (255, 255, 255))
     """
     import numpy as np
     from PIL import Image
@@ -98,5 +119,9 @@ def picture(image: Any) -> Any:
 
 
 def plain(x: Tensor) -> Tensor:
-    """As numpy takes it: detached, on the CPU, floats in float32."""
+    """As numpy takes it: detached, on the CPU, floats in float32.
+
+    >>> plain(torch.ones(2, dtype=torch.bfloat16, requires_grad=True))
+    tensor([1., 1.])
+    """
     return x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype)

@@ -43,7 +43,11 @@ def dead_groups(rewards: Float[Tensor, " g k"]) -> Bool[Tensor, " g"]:
 
 
 def group_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
-    """Population std of each group's finite rewards (GRPO, MixGRPO, DanceGRPO up to sqrt((k-1)/k)); missing ones are nan."""
+    """Population std of each group's finite rewards (GRPO, MixGRPO, DanceGRPO up to sqrt((k-1)/k)); missing ones are nan.
+
+    >>> group_std(torch.tensor([[1.0, 3.0, float("nan")]]))
+    tensor([[1.]])
+    """
     (rewards,) = promote(rewards)
     centred = rewards - rewards.nanmean(1, keepdim=True)
     return (centred**2).nanmean(1, keepdim=True).sqrt()
@@ -53,6 +57,9 @@ def batch_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " 1 1"]:
     """Population std of all finite rewards of the batch about their common mean (Flow-GRPO, DiffusionNFT, AWM).
 
     Two to five times the per-group one on many prompts, so advantages shrink by as much.
+
+    >>> batch_std(torch.tensor([[1.0, 3.0], [5.0, 7.0]]))
+    tensor([[2.2361]])
     """
     (rewards,) = promote(rewards)
     centred = rewards - rewards.nanmean()
@@ -60,7 +67,11 @@ def batch_std(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " 1 1"]:
 
 
 def no_spread(rewards: Float[Tensor, " g k"]) -> Float[Tensor, " g 1"]:
-    """No division at all: with it, `group_advantages` returns R - Rbar exactly, eps unused (Dr. GRPO's form)."""
+    """No division at all: with it, `group_advantages` returns R - Rbar exactly, eps unused (Dr. GRPO's form).
+
+    >>> group_advantages(torch.tensor([[1.0, 4.0]]), spread=no_spread)
+    tensor([[-1.5000,  1.5000]])
+    """
     return torch.ones_like(promote(rewards)[0][:, :1])
 
 
@@ -166,6 +177,10 @@ def aggregate_direction(
 
     Dead groups (value exactly 0, alive False): fewer than two finite rewards, all finite rewards equal, or
     rms(C) <= 1e-6 std(R) rms(x_0). ValueError: shapes, scale not finite, rms_axes outside the latent axes.
+
+    >>> aggregate_direction(torch.tensor([[9.0, 7.0], [1.0, 1.0]]), torch.tensor([[[7.0, 1.0], [0.0, 0.0]]] * 2))
+    Direction(value=tensor([[1.4000, 0.2000],
+            [0.0000, 0.0000]]), alive=tensor([ True, False]))
     """
     scale = require_number("scale", scale)
     values, finite = _require_groups(rewards, x_0)
@@ -199,6 +214,9 @@ def pair_labels(rewards: Float[Tensor, " g k"], *, generator: torch.Generator | 
     Pairs are drawn among the finite rewards; unpaired or missing samples get nan ("no reward"). Used as rewards, the
     labels give C = (1/2k) sum over pairs of (x_w - x_l); at k = 2 the direction equals the scalar one. generator None
     means one seeded with 0, so the function stays pure. ValueError: rewards not " g k".
+
+    >>> pair_labels(torch.tensor([[3.0, 1.0], [2.0, 2.0]])).tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
     """
     values, finite = _groups(rewards)
     if generator is None:

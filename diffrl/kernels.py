@@ -35,6 +35,9 @@ def predict_x_0(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time)
     """x_0 = x_t - t v, the end of the straight path through x_t with velocity v = eps - x_0 (derived from the convention).
 
     t in [0, 1]: float, 0-d or " b". ValueError: shapes differ, t outside [0, 1].
+
+    >>> predict_x_0(torch.tensor([[0.25]]), torch.tensor([[1.0]]), 0.25)
+    tensor([[0.]])
     """
     require_batch(x_t=x_t, v=v)
     x_t, v = promote(x_t, v)
@@ -45,6 +48,9 @@ def predict_noise(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Tim
     """eps = x_t + (1 - t) v, the noise end of the same path (derived from the convention).
 
     t in [0, 1]: float, 0-d or " b". ValueError: shapes differ, t outside [0, 1].
+
+    >>> predict_noise(torch.tensor([[0.25]]), torch.tensor([[1.0]]), 0.25)
+    tensor([[1.]])
     """
     require_batch(x_t=x_t, v=v)
     x_t, v = promote(x_t, v)
@@ -72,6 +78,9 @@ def flow_sde_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Tim
 
     std is the whole transition's. At t = 1 it is eta exactly, whatever the grid (the published choice: their sigmas[1]).
     Returns (mean " b *d", std " b"). ValueError: shapes differ, not 0 <= t_next < t <= 1, eta < 0.
+
+    >>> flow_sde_step(torch.ones(1, 1), torch.ones(1, 1), 1.0, 0.5)  # s2 = .98, D = .5
+    (tensor([[0.2550]]), tensor([0.7000]))
     """
     require_batch(x_t=x_t, v=v)
     eta = require_number("eta", eta, low=0)
@@ -91,6 +100,9 @@ def dance_sde_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Ti
         mean = x_t - D v - (eta^2/2) D (x_t + (1 - t) v)/t.
 
     Returns (mean " b *d", std " b"). ValueError: shapes differ, not 0 <= t_next < t <= 1, eta < 0.
+
+    >>> dance_sde_step(torch.ones(1, 1), torch.ones(1, 1), 0.5, 0.25, eta=0.4)
+    (tensor([[0.6900]]), tensor([0.2000]))
     """
     require_batch(x_t=x_t, v=v)
     eta = require_number("eta", eta, low=0)
@@ -109,6 +121,9 @@ def cps_step(x_t: Float[Tensor, " b *d"], v: Float[Tensor, " b *d"], t: Time, t_
 
     The coefficient on noise stays t_next; the marginals do not stay p_t (E[eps|x] has less than unit variance). std is 0
     on the step that ends at t = 0. Returns (mean " b *d", std " b"). ValueError: as the others, eta outside [0, 1].
+
+    >>> cps_step(torch.ones(1, 1), torch.ones(1, 1), 0.5, 0.25, eta=1.0)  # all noise is fresh: mean (1 - .25) x_0
+    (tensor([[0.3750]]), tensor([0.2500]))
     """
     require_batch(x_t=x_t, v=v)
     eta = require_number("eta", eta, low=0, high=1)
@@ -183,13 +198,21 @@ def _half_step_ratio(before: Tensor, now: Tensor, then: Tensor, *, where: Tensor
 
 
 def latent_mean(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
-    """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D)."""
+    """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D).
+
+    >>> latent_mean(torch.tensor([[[1.0, 3.0], [4.0, 4.0]]]))
+    tensor([3.])
+    """
     (x,) = promote(x)
     return x.flatten(1).mean(1) if x.ndim > 1 else x
 
 
 def latent_sum(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
-    """Sum over all latent axes: the exact joint log-density; clip ranges then depend on the resolution."""
+    """Sum over all latent axes: the exact joint log-density; clip ranges then depend on the resolution.
+
+    >>> latent_sum(torch.tensor([[[1.0, 3.0], [4.0, 4.0]]]))
+    tensor([12.])
+    """
     (x,) = promote(x)
     return x.flatten(1).sum(1) if x.ndim > 1 else x
 
@@ -205,6 +228,9 @@ def transition_log_prob(
 
     reduce: `latent_mean` (default: does not grow with resolution, so clip ranges carry over) or `latent_sum`.
     nan where std = 0 (a deterministic step has no density). ValueError: shapes differ, std negative or not finite.
+
+    >>> transition_log_prob(torch.zeros(1, 5), torch.zeros(1, 5), torch.ones(1))  # -log(2 pi)/2, whatever the size
+    tensor([-0.9189])
     """
     b = require_batch(x_next=x_next, mean=mean)
     require_rows(b, std=std)
@@ -224,6 +250,9 @@ def transition_kl(
     """reduce_d[(mean_p - mean_q)^2/(2 std^2)]: KL of two Gaussian transitions with equal std (hence symmetric).
 
     nan where std = 0. ValueError: shapes differ, std negative or not finite.
+
+    >>> transition_kl(torch.tensor([[2.0]]), torch.tensor([[0.0]]), torch.tensor([1.0]))
+    tensor([2.])
     """
     b = require_batch(mean_p=mean_p, mean_q=mean_q)
     require_rows(b, std=std)

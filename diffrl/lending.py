@@ -5,15 +5,22 @@ predicted end is minimised exactly: depth first, memoised, pruned by bounds that
 """
 
 import heapq
+import itertools
 import math
 from functools import lru_cache
 from typing import no_type_check
 
 from diffrl.costs import CostModel
-from diffrl.numbers import require_count, require_number
+from diffrl.numbers import listed, require_count, require_number
 from diffrl.schedules import Bubble, Schedule, sharing
 
 SAME = 1e-12  # two ends this close, relatively, are equal: they differ by rounding
+NEAR = 1 + 1e-13  # a bound this close to what was found promises nothing better; well inside SAME
+
+
+def _running(values) -> list[float]:
+    """Sums of the first 0, 1, ... values."""
+    return [0.0, *itertools.accumulate(values)]
 
 
 @no_type_check  # hot
@@ -77,6 +84,7 @@ class _Search:
         self.stages, self.queue = _Stages(schedule, cost), bubble.unclaimed
         self.limited = cost.reward_workers is not None
         self.memo: dict[tuple, tuple[float, bool]] = {}
+        self.claims: dict[int, tuple[list[float], list[list[float]]]] = {}
         self.tables = [self._table(i) for i in range(len(self.queue) + 1)]
         self.root = root = _State()
         count = len(schedule.fragments)
@@ -168,20 +176,20 @@ class _Search:
         if not self._go_on(child, waiting=n == 0):
             return child.now
         owed = child.now + child.owed
-        return owed if owed >= limit else self._least(child, limit)
+        return max(owed, limit) if owed * NEAR >= limit else self._least(child, limit)
 
     def _least(self, state, limit):
         """The least end from a decision on, exactly where it is below `limit`; else a bound that is not."""
         key = state.key()
         known, exact = self.memo.get(key, (0.0, False))
-        if exact or known >= limit:
+        if exact:
             return known
-        if self.limited and (scored := self._scoring_bound(state)) >= limit:
-            return scored
+        if known * NEAR >= limit or (self.limited and self._scoring_bound(state) * NEAR >= limit):
+            return max(known, limit)
         best, least = limit, math.inf
         for bound, n in sorted((self._bound(state, n), n) for n in range(len(self.queue) - state.place + 1)):
-            if bound >= best:
-                least = min(least, bound)
+            if bound * NEAR >= best:
+                least = min(least, max(bound, best))
                 break
             value = self._after(state, n, best)
             best, least = min(best, value), min(least, value)
@@ -209,23 +217,53 @@ class _Search:
             least = min(least, max(trainer, generator))
         return least
 
+    def _claims(self, place):
+        """Of the queue from `place` on: sums of its shortest generations, and of the shortest helps in its first m + 1.
+
+        A helper that delivered q fragments while the generator delivered p took them from the first p + q + 1: what lies
+        before its last one it delivered itself or left to the generator, which holds at most one that is not done.
+        """
+        if place not in self.claims:
+            s, rest = self.stages, self.queue[place:]
+            made = sorted(s.generate[f] for f in rest)
+            helped = (sorted(s.help[f] for f in rest[: m + 1]) for m in range(len(rest) + 2))
+            self.claims[place] = _running(made), [_running(of) for of in helped]
+        return self.claims[place]
+
+    def _arrivals(self, state):
+        """Ascending times before which no 1st, 2nd ... fragment can be handed to the reward workers: generator and helper
+        never stop, and share the first m as suits best (the more there are, the more of them a helper should take)."""
+        made, helped = self._claims(state.place)
+        flying, begin = state.flying >= 0, state.now + self.stages.switch
+        free = state.free if flying else max(state.free, state.now)
+        q, times, latest = 0, [], 0.0
+
+        def shared(m, q):
+            return max(free + made[m - q - flying] if m > q else 0.0, begin + helped[m][q] if q else 0.0)
+
+        for m in range(1, len(self.queue) - state.place + flying + 1):
+            most = min(m, len(helped[m]) - 1)
+            while q < most and shared(m, q + 1) <= shared(m, q):
+                q += 1
+            latest = max(latest, shared(m, q))
+            times.append(latest)
+        return times
+
     def _scoring_bound(self, state):
-        """No end is earlier: what was not handed to the reward workers yet comes, at best, as fast as a generator and a
-        helper that never stop can make it; every one of these fragments takes the shortest reward, and training follows the
-        last. (Equal jobs in order of release on equal workers: first come, first served is optimal.)"""
+        """No end is earlier: the reward workers get what is left no faster than `_arrivals` says, and training follows the
+        last. They are at least as long at it as with the shortest reward for all (equal jobs in order of arrival: first
+        come, first served is optimal), and as with all that comes after any moment shared evenly between them."""
         s = self.stages
         left = [*self.queue[state.place :], *([state.flying] if state.flying >= 0 else [])]
-        generate, help_, reward = (min(of[f] for f in left) for of in (s.generate, s.help, s.reward))
-        made = state.free if state.flying >= 0 else max(state.free, state.now) + generate
-        helped = state.now + s.switch + help_
+        rewards, arrivals = sorted(s.reward[f] for f in left), self._arrivals(state)
         workers, scored = state.workers[:], 0.0
-        for _ in left:
-            if made <= helped:
-                arrival, made = made, made + generate
-            else:
-                arrival, helped = helped, helped + help_
-            scored = max(workers[0], arrival) + reward
+        for arrival in arrivals:
+            scored = max(workers[0], arrival) + rewards[0]
             heapq.heapreplace(workers, scored)
+        if rewards[0] < rewards[-1]:
+            for arrival, work in zip(arrivals, reversed(_running(rewards)[1:]), strict=True):
+                begun = sum(max(worker, arrival) for worker in state.workers)
+                scored = max(scored, (begun + work) / len(state.workers))
         return scored + min(s.tail[f] - s.reward[f] for f in left)
 
     def _unhelped(self, n):
@@ -247,6 +285,28 @@ class _Search:
         limit = min(self._unhelped(n) for n in counts) * (1 + SAME)
         limit = min(limit, self._least(self.root, limit) * (1 + SAME))
         return next(n for n in counts if self._bound(self.root, n) < limit and self._after(self.root, n, limit) < limit)
+
+
+def _plain(bubble: Bubble, count: int, workers: int | None) -> Bubble:
+    """The bubble in tuples of int and float, which can be remembered; ValueError where it is impossible."""
+    unclaimed = tuple(require_count("fragment of unclaimed", i, low=0) for i in listed("unclaimed", bubble.unclaimed))
+    generating = require_count("generating", bubble.generating, low=-1)
+    scored = []
+    for pair in listed("scored_in", bubble.scored_in):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"scored_in must hold (fragment, seconds), got {pair!r:.120}")
+        seconds = require_number("scored_in", pair[1], low=0)
+        scored.append((require_count("fragment of scored_in", pair[0], low=0), seconds))
+    named = [*unclaimed, *(i for i, _ in scored), *([generating] if generating >= 0 else [])]
+    if max(named, default=0) >= count:
+        raise ValueError(f"fragment {max(named)} of {bubble} is out of range, there are {count}")
+    if len(set(named)) != len(named):
+        raise ValueError(f"a fragment is twice in {bubble}")
+    busy = require_number("generator_free", bubble.generator_free, low=0)
+    free = tuple(require_number("reward_free", x, low=0) for x in listed("reward_free", bubble.reward_free))
+    if free != tuple(sorted(free)) or len(free) != (workers or 0):
+        raise ValueError(f"reward_free must be ascending, one per {workers} workers, got {bubble.reward_free}")
+    return Bubble(unclaimed, generating, busy, tuple(scored), free)
 
 
 @lru_cache(maxsize=4096)
@@ -275,22 +335,7 @@ def bts_search(bubble: Bubble, schedule: Schedule, cost: CostModel) -> int:
         raise ValueError(
             f"a Bubble, a Schedule and a CostModel are needed, got {bubble!r:.60}, {schedule!r:.60}, {cost!r:.60}"
         )
-    named = [*bubble.unclaimed, *(fragment for fragment, _ in bubble.scored_in)]
-    if require_count("generating", bubble.generating, low=-1) >= 0:
-        named.append(bubble.generating)
-    for fragment in named:
-        if require_count("fragment", fragment, low=0) >= len(schedule.fragments):
-            raise ValueError(f"fragment {fragment} of {bubble} is out of range, there are {len(schedule.fragments)}")
-    if len(set(named)) != len(named):
-        raise ValueError(f"a fragment is twice in {bubble}")
-    require_number("generator_free", bubble.generator_free, low=0)
-    for _, seconds in bubble.scored_in:
-        require_number("scored_in", seconds, low=0)
-    free = [require_number("reward_free", seconds, low=0) for seconds in bubble.reward_free]
-    if free != sorted(free) or len(free) != (cost.reward_workers or 0):
-        raise ValueError(
-            f"reward_free must be ascending, one per {cost.reward_workers} workers, got {bubble.reward_free}"
-        )
+    bubble = _plain(bubble, len(schedule.fragments), cost.reward_workers)
     if not cost.helper:
         raise ValueError(f"the trainer cannot generate: cost.helper must be >= 1, got {cost.helper}")
     return _search(bubble, schedule, cost)

@@ -26,13 +26,21 @@ def velocity_matching(v: Float[Tensor, " b *d"], target: Float[Tensor, " b *d"])
 
 
 def inverse_abs_error(error: Float[Tensor, " b *d"]) -> Float[Tensor, " b *one"]:
-    """1/max(mean_d |e|, 1e-5), detached: DiffusionNFT's published self-normalising weight; broadcasts to the error."""
+    """1/max(mean_d |e|, 1e-5), detached: DiffusionNFT's published self-normalising weight; broadcasts to the error.
+
+    >>> inverse_abs_error(torch.tensor([[1.0, -3.0], [0.0, 0.0]])).tolist()
+    [[0.5], [100000.0]]
+    """
     size = latent_mean(error.detach().abs()).clamp_min(1e-5)
     return (1 / size).reshape(-1, *[1] * (error.ndim - 1))
 
 
 def flat_weight(error: Float[Tensor, " b *d"]) -> Float[Tensor, " b *one"]:
-    """Weight 1: plain squared error, for which Propositions 1 and 2 hold exactly."""
+    """Weight 1: plain squared error, for which Propositions 1 and 2 hold exactly.
+
+    >>> flat_weight(torch.tensor([[1.0, -3.0]]))
+    tensor([[1.]])
+    """
     (error,) = promote(error)
     return error.new_ones(len(error), *[1] * (error.ndim - 1))
 
@@ -71,6 +79,10 @@ def nft(v, v_old, x_t, x_0, t, r, *, beta: float = 1.0, weight: Weight = inverse
     detached. weight: `inverse_abs_error` (as published), `flat_weight`, or any function of the error whose value has its
     rank, each axis 1 or equal. The published factor 5 is the algorithm's.
     ValueError: shapes (the weight's too), t or r outside [0, 1], beta <= 0.
+
+    >>> zero, x_t = torch.zeros(1, 1), torch.tensor([[2.0]])  # v = v_old: e = 2 on both branches, w = 1/2
+    >>> nft(zero, zero, x_t, zero, 0.5, torch.tensor([0.25]))
+    tensor([2.])
     """
     plus, minus, r = _nft_branches(v, v_old, x_t, x_0, t, r, beta, weight)
     return (r * plus + (1 - r) * minus) / beta
@@ -79,7 +91,12 @@ def nft(v, v_old, x_t, x_0, t, r, *, beta: float = 1.0, weight: Weight = inverse
 def nft_positive(
     v, v_old, x_t, x_0, t, r, *, beta: float = 1.0, weight: Weight = inverse_abs_error
 ) -> Float[Tensor, " b"]:
-    """r L(+)/beta: `nft`'s positive branch alone, whose force is g + q e (it contracts). Arguments as `nft`."""
+    """r L(+)/beta: `nft`'s positive branch alone, whose force is g + q e (it contracts). Arguments as `nft`.
+
+    >>> zero, x_t = torch.zeros(1, 1), torch.tensor([[2.0]])
+    >>> nft_positive(zero, zero, x_t, zero, 0.5, torch.tensor([0.25]))
+    tensor([0.5000])
+    """
     plus, _, r = _nft_branches(v, v_old, x_t, x_0, t, r, beta, weight)
     return r * plus / beta
 
@@ -87,7 +104,12 @@ def nft_positive(
 def nft_negative(
     v, v_old, x_t, x_0, t, r, *, beta: float = 1.0, weight: Weight = inverse_abs_error
 ) -> Float[Tensor, " b"]:
-    """(1 - r) L(-)/beta: `nft`'s negative branch alone, whose force is g - (1 - q) e (it explodes). Arguments as `nft`."""
+    """(1 - r) L(-)/beta: `nft`'s negative branch alone, whose force is g - (1 - q) e (it explodes). Arguments as `nft`.
+
+    >>> zero, x_t = torch.zeros(1, 1), torch.tensor([[2.0]])
+    >>> nft_negative(zero, zero, x_t, zero, 0.5, torch.tensor([0.25]))
+    tensor([1.5000])
+    """
     _, minus, r = _nft_branches(v, v_old, x_t, x_0, t, r, beta, weight)
     return (1 - r) * minus / beta
 
@@ -125,6 +147,10 @@ def guard_clipped_ratio(log_prob, log_prob_old, mean, mean_old, std, advantages,
 
     For a Gaussian step scored by its mean log-density the exponent is mean(z dmu), of zero mean. mean, mean_old " b *d";
     std " b" > 0. The algorithm weighs the loss by 1/(t - t_next). ValueError: shapes, std <= 0, clip <= 0.
+
+    >>> one, zero, mean = torch.ones(1), torch.zeros(1), torch.ones(1, 1)
+    >>> guard_clipped_ratio(-one / 2, zero, mean, 0 * mean, one, 3 * one, clip=0.1)  # the bias is 1/2: rho 1
+    tensor([-3.])
     """
     b = require_batch(mean=mean, mean_old=mean_old)
     require_rows(b, log_prob=log_prob, log_prob_old=log_prob_old, std=std, advantages=advantages)
@@ -142,6 +168,10 @@ def advantage_weighted_matching(v, v_old, noise, x_0, advantages, *, clip: float
 
     v, v_old, noise, x_0 " b *d"; advantages " b". On-policy its gradient is A grad MSE. v_old detached.
     ValueError: shapes differ, clip <= 0.
+
+    >>> v, a = torch.ones(1, 1), torch.tensor([2.0])
+    >>> advantage_weighted_matching(v, v, 3 * v, 0 * v, a)  # on-policy the ratio is 1
+    tensor([-2.])
     """
     b = require_batch(v=v, v_old=v_old, noise=noise, x_0=x_0)
     require_rows(b, advantages=advantages)

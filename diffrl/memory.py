@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from diffrl.checks import require_count, require_number
+from diffrl.encoding import TEXT_ENCODERS
 from diffrl.families import FAMILIES, checked_size
 from diffrl.family import ATTENTION
 
@@ -72,7 +73,11 @@ def lora_numbers(module: nn.Module, *, rank: int, targets: Iterable[str] = ATTEN
 
 def training_memory(numbers: int, *, copies: int = 1) -> list[Memory]:
     """What float32 training of so many numbers takes with Adam: themselves, gradients, two moments, and `copies` more of
-    them (behaviour policy, reference, an average). ValueError: a negative count."""
+    them (behaviour policy, reference, an average). ValueError: a negative count.
+
+    >>> sum(line.bytes for line in training_memory(10**9)) / 1e9  # GB
+    20.0
+    """
     n = FLOAT32 * require_count("numbers", numbers, low=0)
     copies = require_count("copies", copies, low=0)
     return [
@@ -115,6 +120,7 @@ def plan(
     rows of a rollout and steps kept of it; the start noise is one more latent per row. copies: of the policy beside the
     live one. dtype: of weights that are not trained; None: as they are. encoders_on_device, vae_on_device: False where
     they are moved away after `encode`, between decodes. ValueError: an unsupported pipeline or size, counts below 1.
+    No example: needs a pipeline.
     """
     family = FAMILIES.get(type(pipe).__name__)
     if family is None:
@@ -137,7 +143,13 @@ def plan(
 
 def plan_text(lines: Sequence[Memory], *, gpu_memory: float | None = None) -> str:
     """The plan as a table in GB (10^9 bytes), its sum on the device, and what of `gpu_memory` GB is left for
-    activations. ValueError: gpu_memory <= 0."""
+    activations. ValueError: gpu_memory <= 0.
+
+    >>> print(plan_text([Memory("trained tensors", 2 * 10**9)], gpu_memory=3))
+    trained tensors      2.000 GB
+    on the device        2.000 GB, without activations
+    of 3 GB              1.000 GB left for activations
+    """
     width = max(len(line.name) for line in lines)
     rows = [
         f"{line.name:<{width}}  {line.bytes / 1e9:9.3f} GB{'' if line.on_device else '  (off the device)'}"
@@ -152,9 +164,43 @@ def plan_text(lines: Sequence[Memory], *, gpu_memory: float | None = None) -> st
     return "\n".join(rows)
 
 
+def encoders_off(
+    model: Any, pipe: Any, prompts: Sequence[str], images: Sequence[Any] | None = None, *, to: Any = "cpu"
+) -> None:
+    """Encode every prompt (and image) of a run once, which `model.encode` remembers, then move the text and image encoders off the
+    device. A prompt that is new later is encoded where they are then: correct, and slow. ValueError: as `model.encode`.
+
+    No example: needs a pipeline.
+    """
+    for i, prompt in enumerate(prompts):
+        model.encode([prompt]) if images is None else model.encode([prompt], [images[i]])
+    for name in (*TEXT_ENCODERS, "image_encoder"):
+        if isinstance(part := getattr(pipe, name, None), nn.Module):
+            part.to(to)
+
+
+def vae_off(model: Any, pipe: Any, *, device: Any, to: Any = "cpu") -> Any:
+    """The same Model, whose VAE is on `device` while `decode` runs, a failing one too, and on `to` between decodes.
+
+    No example: needs a pipeline.
+    """
+    vae, decode = pipe.vae, model.decode
+
+    def from_afar(latents: torch.Tensor) -> torch.Tensor:
+        vae.to(device)
+        try:
+            return decode(latents)
+        finally:
+            vae.to(to)
+
+    vae.to(to)
+    return model._replace(decode=from_afar)
+
+
 def empty_pipeline(folder: str | Path) -> Any:
     """The pipeline saved in a folder, from its configurations alone: modules on the meta device, no weight is read, no
-    tokenizer or processor made. ValueError: no such pipeline, one that is not supported, a part of another library."""
+    tokenizer or processor made. ValueError: no such pipeline, one that is not supported, a part of another library.
+    No example: needs a pipeline's folder."""
     import diffusers
 
     path = Path(folder) / "model_index.json"

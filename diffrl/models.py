@@ -107,6 +107,7 @@ def from_pipeline(
     changed: an unsupported pipeline class or variant of it; a size that cannot be cut exactly; frames missing or not wanted; a number out
     of range; dropout, or target_modules that match nothing; an adapter that is not loaded, that is fused or weighted; a
     mapping or None where there is an adapter already; None with weights that are not float32.
+    No example: needs a pipeline.
     """
     family = FAMILIES.get(type(pipe).__name__)
     if family is None:

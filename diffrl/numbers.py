@@ -8,11 +8,20 @@ from typing import Any
 def require_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, infinite=False
 ) -> float:
-    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value."""
+    """The number in [low, high] (or (low, high]), finite unless `infinite`, else ValueError printing name, range and value.
+
+    A 0-d array or tensor is a number; text and a bool are none, and an int beyond every float is refused too.
+
+    >>> require_number("eta", 1.5, low=0, high=1)
+    Traceback (most recent call last):
+    ValueError: eta must be in [0, 1], got 1.5
+    """
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
+        number = None if isinstance(value, str | bytes | bytearray | bool) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        number = None
+    if number is None:
+        raise ValueError(f"{name} must be a number, got {value!r:.120}")
     finite = math.isfinite(number) or (infinite and number == math.inf)
     if not finite or number < low or number > high or (open_low and number == low):
         left, right = "(" if open_low or low == -math.inf else "[", "]" if infinite or high < math.inf else ")"
@@ -21,7 +30,12 @@ def require_number(
 
 
 def require_count(name: str, value: Any, *, low: int = 1) -> int:
-    """The integer >= low, else ValueError printing name and value (a bool or a float is no count)."""
+    """The integer >= low, else ValueError printing name and value (a bool or a float is no count).
+
+    >>> require_count("steps", True)
+    Traceback (most recent call last):
+    ValueError: steps must be an integer >= 1, got True
+    """
     try:
         count = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -29,3 +43,11 @@ def require_count(name: str, value: Any, *, low: int = 1) -> int:
     if count is None or count < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
     return count
+
+
+def listed(name: str, values: Any) -> list[Any]:
+    """The values of any iterable, else ValueError printing name and value."""
+    try:
+        return list(values)
+    except TypeError:
+        raise ValueError(f"{name} must be a sequence, got {values!r:.120}") from None

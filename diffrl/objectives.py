@@ -38,12 +38,22 @@ from diffrl.types import Metrics, Objective, Params, Step, Velocity, Window
 
 
 def net_force(v: Tensor, v_old: Tensor, target: Tensor) -> Tensor:
-    """The target whose pull `keep_inside` tests: the loss's own, i.e. guidance plus restoration (default)."""
+    """The target whose pull `keep_inside` tests: the loss's own, i.e. guidance plus restoration (default).
+
+    >>> v, v_old, target = torch.tensor([[[0.5]], [[0.0]], [[1.0]]])
+    >>> net_force(v, v_old, target)
+    tensor([[1.]])
+    """
     return target
 
 
 def guidance_force(v: Tensor, v_old: Tensor, target: Tensor) -> Tensor:
-    """The alternative reading: guidance alone, <v - v_old, target - v_old> > 0 (it also masks restoring updates)."""
+    """The alternative reading: guidance alone, <v - v_old, target - v_old> > 0 (it also masks restoring updates).
+
+    >>> v, v_old, target = torch.tensor([[[0.5]], [[0.0]], [[1.0]]])
+    >>> guidance_force(v, v_old, target)
+    tensor([[1.5000]])
+    """
     return v + (target - v_old)
 
 
@@ -62,6 +72,12 @@ def guided_regression(
     Latents of a sample without reward may be nan. radius inf: no trust region; a function (step indices " w", kl " w") ->
     radius " w" > 0, kl being nan where a state holds no numbers: e.g. `trust_region.AdaptiveRadius`.
     Metrics: masked_fraction (of the states of live samples), kl_proxy and drift_rms = rms(v - v_old) (all finite states).
+
+    >>> from diffrl.types import Trajectory
+    >>> x, t = torch.zeros(1, 1, 1), torch.tensor([0.5])  # one state, v_old = 0, G = 1
+    >>> window = Window(Trajectory(x[0], x, x, x, t, t / 2, x[0], x[0], None), t, {}, {"direction": torch.ones(1, 1)})
+    >>> guided_regression()(lambda params, x_t, t, cond: x_t + 0.5, {}, window)[:2]  # (.5 + 1)^2; far, and pulled back
+    (tensor([2.2500]), tensor([True]))
     """
     if not callable(radius):
         radius = require_number("radius", radius, low=0, infinite=True)
@@ -99,6 +115,13 @@ def direction_of(window: Window, s: States) -> Tensor:
     """The direction of each state " w *d": its sample's, or where the credit has one per kept step, that of its step.
 
     ValueError: neither one per sample nor one per sample and kept step.
+
+    >>> from diffrl.types import Trajectory
+    >>> x, t = torch.zeros(1, 2, 1), torch.tensor([0.5, 0.25])  # one sample, two kept steps
+    >>> walk = Trajectory(x[0], x, x, x, t, t / 2, x[..., 0], x[..., 0], None)
+    >>> window = Window(walk, t[:1], {}, {"direction": torch.ones(1, 1)})
+    >>> direction_of(window, window_states(window)).tolist()
+    [[1.0], [1.0]]
     """
     direction, steps = credit_of(window, "direction").to(s.v_old), window.trajectory.std.shape[1]
     shape = s.v_old.shape[1:]
@@ -135,6 +158,12 @@ def nft_regression(
 
     branches: `losses.nft`, `nft_positive` or `nft_negative`; v_old: under the behaviour params, from the rollout. Of the
     credit it reads "optimality" and "has_reward". Metrics: drift_rms, optimality/mean, /min, /max, anchor (before its factor).
+
+    >>> from diffrl.types import Trajectory
+    >>> x, t, r = torch.zeros(1, 1, 1), torch.tensor([0.5]), {"optimality": torch.tensor([0.75])}
+    >>> window = Window(Trajectory(x[0], x + 2, x, x, t, t / 2, x[0], x[0], None), t, {}, r)
+    >>> nft_regression(anchor=0.0)(lambda params, x_t, t, cond: 0 * x_t, {}, window)[0]  # 5 x (.75 x 2 + .25 x 2)
+    tensor([10.])
     """
     loss_factor = require_number("loss_factor", loss_factor, low=0, open_low=True)
     anchor = require_number("anchor", anchor, low=0)
@@ -167,23 +196,39 @@ MatchingScore = Callable[[Tensor, Tensor], Tensor]
 
 
 def plain_matching(error: Float[Tensor, " w"], t: Float[Tensor, " w"]) -> Tensor:
-    """lp = -m, m = mean_d (v - (eps - x_0))^2 (AWM 2509.25050): with it the loss is `advantage_weighted_matching`."""
+    """lp = -m, m = mean_d (v - (eps - x_0))^2 (AWM 2509.25050): with it the loss is `advantage_weighted_matching`.
+
+    >>> plain_matching(torch.tensor([4.0]), torch.tensor([0.5]))
+    tensor([-4.])
+    """
     return -error
 
 
 def time_weighted_matching(power: float) -> MatchingScore:
-    """lp = -m t^power: the published weights t and t^2."""
+    """lp = -m t^power: the published weights t and t^2.
+
+    >>> time_weighted_matching(2.0)(torch.tensor([4.0]), torch.tensor([0.5]))
+    tensor([-1.])
+    """
     power = require_number("power", power, low=0)
     return lambda error, t: -error * t**power
 
 
 def huber_matching(error: Float[Tensor, " w"], t: Float[Tensor, " w"]) -> Tensor:
-    """lp = -t (sqrt(m + 1e-10) - 1e-5): the published weighting `huber`."""
+    """lp = -t (sqrt(m + 1e-10) - 1e-5): the published weighting `huber`.
+
+    >>> huber_matching(torch.tensor([4.0]), torch.tensor([0.25]))
+    tensor([-0.5000])
+    """
     return -t * (torch.sqrt(error + 1e-10) - 1e-5)
 
 
 def generalised_huber_matching(power: float = 0.25) -> MatchingScore:
-    """lp = -(t/p) ((m + 1e-10)^p - 1e-10^p): the published weighting `ghuber`, p = .25 in the SD3.5 recipe. p in (0, 1]."""
+    """lp = -(t/p) ((m + 1e-10)^p - 1e-10^p): the published weighting `ghuber`, p = .25 in the SD3.5 recipe. p in (0, 1].
+
+    >>> generalised_huber_matching(0.5)(torch.tensor([4.0]), torch.tensor([0.125]))  # p = 1/2: twice `huber_matching`
+    tensor([-0.5000])
+    """
     power = require_number("power", power, low=0, high=1, open_low=True)
     return lambda error, t: -t / power * ((error + 1e-10) ** power - 1e-10**power)
 
@@ -199,6 +244,12 @@ def matching_ratio(
     mean_d (v - v_reference)^2 (AWM 2509.25050). With `plain_matching` it is `losses.advantage_weighted_matching`.
 
     On-policy its gradient is A x that of the flow-matching loss. Metrics as `policy_gradient`'s where they apply.
+
+    >>> from diffrl.types import Trajectory
+    >>> x, t = torch.zeros(1, 1, 1), torch.tensor([0.5])
+    >>> window = Window(Trajectory(x[0], x, x, x, t, t / 2, x[0], x[0], None), t, {}, {"advantage": t * 4})
+    >>> matching_ratio()(lambda params, x_t, t, cond: 0 * x_t, {}, window)[0]  # on-policy the ratio is 1: -A
+    tensor([-2.])
     """
     clip, beta = require_number("clip", clip, low=0, open_low=True), require_number("beta", beta, low=0)
     require_steps_per_sample(steps_per_sample)

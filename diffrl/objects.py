@@ -112,6 +112,12 @@ def object_check(
 
     Returns:
         A reward for images, in [0, 1]; nan where the prompt states nothing, and, counted, where `detect` or `parse` raises.
+
+    >>> import torch
+    >>> detect = lambda picture: [Object("cat", 0.9, (0, 0, 4, 4))]
+    >>> reward = object_check(detect, parse=lambda prompt: [Fact("cat"), Fact("dog")])
+    >>> reward(torch.zeros(1, 8, 8, 3, dtype=torch.uint8), ["a cat and a dog"])
+    tensor([0.5000])
     """
 
     def share(images: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -141,6 +147,10 @@ def facts_of(row: Mapping[str, Any]) -> list[Fact]:
 
     Raises:
         ValueError: a row of another form.
+
+    >>> row = {"tag": "colors", "include": [{"class": "cat", "count": 1, "color": "red"}]}
+    >>> [(fact.label, fact.low, fact.colour) for fact in facts_of(row)]
+    [('cat', 1, None), ('cat', 1, 'red')]
     """
     try:
         above = CONFIDENT_TO_COUNT if row["tag"] == "counting" else CONFIDENT
@@ -178,6 +188,10 @@ def geneval_facts(path: str | Path) -> Callable[[str], list[Fact] | None]:
 
     Raises:
         ValueError: no such file, a line that is no row, a prompt with two different rows, no rows.
+
+    >>> geneval_facts("absent.jsonl")
+    Traceback (most recent call last):
+    ValueError: GenEval's metadata 'absent.jsonl' is no file
     """
     if not Path(path).is_file():
         raise ValueError(f"GenEval's metadata {str(path)!r} is no file")

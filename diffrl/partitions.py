@@ -2,9 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable
 
-from diffrl.numbers import require_count, require_number
+from diffrl.numbers import listed, require_count, require_number
 from diffrl.schedules import Fragment, Pair, sharing
 
 
@@ -52,24 +53,27 @@ def prompt_partition(n_prompts: int, group_size: int, *, fragments: int) -> tupl
     return _partition(n_prompts, group_size, fragments, group_size, n_prompts)
 
 
-def group_ready_times(fragments: Sequence[Fragment], group_size: int, scored: Sequence[float]) -> tuple[float, ...]:
+def group_ready_times(fragments: Iterable[Fragment], group_size: int, scored: Iterable[float]) -> tuple[float, ...]:
     """Seconds at which each fragment is trainable: max over all fragments that share a group with it (derived here).
 
     Exact group statistics need the whole group, so a fragment waits for every group it touches. scored: finite seconds
-    per fragment. ValueError: another number of them, not finite, a row twice.
+    per fragment. ValueError: another number of them, not finite, something else than a Fragment, a row twice.
 
     >>> group_ready_times(gap_partition(2, 2, fragments=4), 2, [1.0, 4.0, 3.0, 2.0])
     (4.0, 4.0, 3.0, 3.0)
     """
     group_size = require_count("group_size", group_size)
-    if len(scored) != len(fragments):
-        raise ValueError(f"scored must have one time per fragment, {len(fragments)}, got {len(scored)}")
-    times = [require_number(f"scored[{i}]", t) for i, t in enumerate(scored)]
-    rows = [row for f in fragments for row in f.samples]
-    if len(set(rows)) != len(rows) or min(rows, default=0) < 0:
+    cut, at = listed("fragments", fragments), listed("scored", scored)
+    if len(at) != len(cut):
+        raise ValueError(f"scored must have one time per fragment, {len(cut)}, got {len(at)}")
+    times = [require_number(f"scored[{i}]", t) for i, t in enumerate(at)]
+    if not all(isinstance(f, Fragment) for f in cut):
+        raise ValueError(f"fragments must be Fragments, got {cut!r:.120}")
+    rows = [require_count(f"row of fragments[{i}]", row, low=0) for i, f in enumerate(cut) for row in f.samples]
+    if len(set(rows)) != len(rows):
         raise ValueError(f"fragments must hold rows >= 0, each once, got {rows!r:.120}")
     complete: dict[int, float] = {}
-    touched = sharing(fragments, group_size)
+    touched = sharing(cut, group_size)
     for groups, time in zip(touched, times, strict=True):
         for group in groups:
             complete[group] = max(time, complete.get(group, -math.inf))
@@ -78,20 +82,20 @@ def group_ready_times(fragments: Sequence[Fragment], group_size: int, scored: Se
     )
 
 
-def _pairs(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+def _pairs(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
     checked = []
-    for pair in pairs:
+    for pair in listed("pairs", pairs):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"pairs must be (sample, timestep) tuples, got {pair!r}")
         checked.append((require_count("sample", pair[0], low=0), require_count("timestep", pair[1], low=0)))
     if len(set(checked)) != len(checked):
-        twice = next(pair for i, pair in enumerate(checked) if pair in checked[:i])
+        twice = Counter(checked).most_common(1)[0][0]
         raise ValueError(f"pairs holds {twice} twice")
     return tuple(checked)
 
 
 def tsp_pack(
-    pairs: Sequence[Pair], *, size: int, memory_cap: float = math.inf, bytes_per_pair: float = 0.0
+    pairs: Iterable[Pair], *, size: int, memory_cap: float = math.inf, bytes_per_pair: float = 0.0
 ) -> tuple[tuple[Pair, ...], ...]:
     """Pairs that share one forward-backward (TSP): ceil(len/q) packs in order, q = min(size, floor(cap/bytes_per_pair)).
 
@@ -113,7 +117,7 @@ def tsp_pack(
     return tuple(tuple(checked[i] for i in run) for run in runs if len(run))
 
 
-def tsp_shard(pairs: Sequence[Pair], *, ranks: int) -> tuple[tuple[Pair, ...], ...]:
+def tsp_shard(pairs: Iterable[Pair], *, ranks: int) -> tuple[tuple[Pair, ...], ...]:
     """Pairs spread over trainer ranks (TSP): exactly `ranks` contiguous runs, longer first, some may be empty.
 
     ValueError: ranks < 1, a pair twice.

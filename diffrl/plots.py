@@ -18,7 +18,10 @@ INK, GREY, BLUE, ORANGE, GREEN = "#222222", "#8a8a8a", "#2b6cb0", "#dd6b20", "#2
 
 
 def require_matplotlib() -> None:
-    """ImportError, naming what to install, where no picture could be drawn: to be asked before hours of training."""
+    """ImportError, naming what to install, where no picture could be drawn: to be asked before hours of training.
+
+    No example: it says nothing where matplotlib is there.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -55,11 +58,21 @@ def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], 
     return [float(i) for i, _ in kept], [float(v) for _, v in kept]
 
 
+def last_update(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The number of the last optimizer step of an iteration, 1 where none is told: the U of the largest loss/update_U.
+
+    >>> last_update([{"loss/update_1": 1.0, "loss/update_2": 0.9}, {}])
+    2
+    """
+    beginning = "loss/update_"
+    return max((int(n.removeprefix(beginning)) for row in rows for n in row if n.startswith(beginning)), default=1)
+
+
 def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: str = "") -> Path:
     """Three panels over iterations: reward and held-out evaluation; loss of each update; trust region.
 
     rows: one mapping per iteration, with "iteration" and the metric names of `diffrl.loop`; absent ones are left out.
-    ValueError: no rows.
+    ValueError: no rows. No example: draws a file.
     """
     if not rows:
         raise ValueError("no rows: nothing to draw")
@@ -85,7 +98,7 @@ def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """The trust region where there is one; a draft's ranks where there is a draft; how far the policy moved."""
     from matplotlib.ticker import MaxNLocator
 
-    last = max((u for u in range(1, 9) if any(f"loss/update_{u}" in row for row in rows)), default=1)
+    last = last_update(rows)
     shown = [
         (f"masked_fraction/update_{last}", "masked fraction", ORANGE),
         ("draft/spearman", "draft/spearman (chosen)", GREEN),
@@ -146,7 +159,7 @@ def save_before_after(
     """Two rows of pictures of the same prompts and seeds: before above, after below, a caption under each.
 
     before, after: UInt8 " b h w 3"; titles, captions_*: b strings; good_*: captions in green or orange. ValueError:
-    lengths or shapes that differ, nothing to draw.
+    lengths or shapes that differ, nothing to draw. No example: draws a file.
     """
     return _two_rows(
         path,
@@ -194,7 +207,10 @@ def _two_rows(
 
 
 def save_grid(path: str | Path, images: Tensor, *, columns: int = 10, captions: Sequence[str] | None = None) -> Path:
-    """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw."""
+    """A grid of pictures, UInt8 " b h w 3", to be looked at beside the curve. ValueError: nothing to draw.
+
+    No example: draws a file.
+    """
     columns = require_count("columns", columns)
     if len(images) == 0 or images.ndim != 4 or (captions is not None and len(captions) != len(images)):
         raise ValueError(f"{len(images)} images, {None if captions is None else len(captions)} captions")
@@ -225,6 +241,7 @@ def save_draft_pairs(
 
     draft, policy: UInt8 " b h w 3", as `select_contrastive` orders them; a reward is orange where the two differ by more
     than a tenth of the spread of all of them. ValueError: lengths or shapes that differ, nothing to draw.
+    No example: draws a file.
     """
     values = [float(v) for v in [*draft_rewards, *rewards]]
     known = [v for v in values if math.isfinite(v)]
@@ -247,6 +264,7 @@ def save_rank_scatter(
 
     proxy, true: rewards " g n"; blue and orange: the draft's best and worst `keep` (`select_contrastive`). Spearman and Kendall
     above each panel. Ranks: 1 is the best, ties get their average rank, and a disc's area is the number of seeds there. ValueError: as `rank_agreement`, or titles of another number.
+    No example: draws a file.
     """
     found = rank_agreement(proxy, true, keep=keep)
     g, n = proxy.shape
@@ -288,16 +306,24 @@ def save_rank_scatter(
 # ---- schedules --------------------------------------------------------------------------------------------------------
 
 COLOURS = {
-    "generate": BLUE,
-    "help": "#63b3ed",
-    "reward": GREEN,
-    "train": ORANGE,
-    "update": INK,
-    "publish": "#805ad5",
-    "switch": "#c53030",
-    "restore": "#e53e3e",
+    "generate": "#0072b2",
+    "help": "#56b4e9",
+    "reward": "#009e73",
+    "train": "#d55e00",
+    "update": "#000000",
+    "publish": "#cc79a7",
+    "switch": "#e69f00",
+    "restore": "#f0e442",
 }
-"""Of every kind of interval."""
+"""Of every kind of interval: the eight of Okabe and Ito (2008), apart from one another for colour-blind eyes too."""
+
+PANEL = 6.5
+"""Inches, the width of one trace."""
+
+
+def _seconds(value: float) -> str:
+    """Three digits, and no power of ten where a reader expects none."""
+    return f"{value:.3g} s" if value < 999.5 or value >= 1e6 else f"{value:.0f} s"
 
 
 def lanes_of(trace: Trace) -> list[str]:
@@ -328,25 +354,31 @@ def gantt(trace: Trace | Mapping[str, Trace], *, path: str | Path | None = None,
 
     trace: one, or several by name, drawn side by side on one scale of seconds, e.g. {"simulated": a, "measured": b}. Beside
     a pool's name: its `utilisation`. path: where to save it. Returns the matplotlib figure. ValueError: no trace.
+    No example: draws a figure.
     """
     traces = dict(trace) if isinstance(trace, Mapping) else {"": trace}
     if not traces or not all(isinstance(t, Trace) for t in traces.values()):
         raise ValueError(f"gantt draws a Trace, or several by name, got {trace!r:.100}")
     most = max(max(len(lanes_of(t)) for t in traces.values()), 1)
-    figure = _figure(6.5 * len(traces), 1.3 + 0.42 * most)
+    figure = _figure(PANEL * len(traces), 1.6 + 0.42 * min(most, 12) + 0.2 * max(most - 12, 0))
     axes = figure.subplots(1, len(traces), squeeze=False)[0]
     longest = max(max((i.end for i in t.intervals), default=0.0) for t in traces.values())
     longest = max(longest, *(t.makespan for t in traces.values()))
     shown: dict[str, Any] = {}
     for axis, (name, one) in zip(axes, traces.items(), strict=True):
-        _style(axis, f"{name}  {one.makespan:.3g} s".strip(), "seconds")
-        shown |= _lanes(axis, one)
+        _style(axis, f"{name}  {_seconds(one.makespan)}".strip(), "seconds")
+        shown |= _lanes(axis, one, longest)
         if longest > 0:
             axis.set_xlim(0, 1.01 * longest)
     if shown:
         kinds = [kind for kind in (*COLOURS, "stale") if kind in shown]
         figure.legend(
-            [shown[kind] for kind in kinds], kinds, loc="outside lower center", ncols=9, fontsize=8, frameon=False
+            [shown[kind] for kind in kinds],
+            kinds,
+            loc="outside lower center",
+            ncols=5 if len(traces) == 1 and len(kinds) > 5 else 9,  # as many as fit in the width
+            fontsize=8,
+            frameon=False,
         )
     if title:
         figure.suptitle(title, fontsize=11, color=INK)
@@ -355,22 +387,26 @@ def gantt(trace: Trace | Mapping[str, Trace], *, path: str | Path | None = None,
     return figure
 
 
-def _lanes(axis: Any, trace: Trace) -> dict[str, Any]:
-    """Draw the intervals; the bars by kind, for the legend."""
+def _lanes(axis: Any, trace: Trace, longest: float) -> dict[str, Any]:
+    """Draw the intervals; the bars by kind, for the legend. A white edge takes a tenth of a narrow bar at most."""
+    from matplotlib.patches import Patch
+
     lanes, used, staleness, shown = lanes_of(trace), utilisation(trace), trace.staleness, {}
     for resource, kind, start, end, step, fragment, _ in trace.intervals:
         stale = kind == "generate" and staleness.get((step, fragment), 0) > 0
-        bar = axis.barh(
+        points = 0.8 * 72 * PANEL * (end - start) / max(longest, end)
+        hatch = "////" if stale else None
+        axis.barh(
             lanes.index(resource),
             end - start,
             left=start,
             height=0.72,
             color=COLOURS[kind],
             edgecolor="white",
-            linewidth=0.5,
-            hatch="////" if stale else None,
+            linewidth=min(0.5, 0.1 * points),
+            hatch=hatch,
         )
-        shown["stale" if stale else kind] = bar
+        shown["stale" if stale else kind] = Patch(facecolor=COLOURS[kind], edgecolor="white", hatch=hatch)
     for end in trace.ends:
         axis.axvline(end, color=GREY, linewidth=0.9, linestyle="--")
     labels = [f"{name} {used[name]:.0%}" if name in used else name for name in lanes]

@@ -59,18 +59,33 @@ KL = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def exact_kl(mean_p: Tensor, mean_q: Tensor, std: Tensor, t: Tensor, delta: Tensor) -> Tensor:
-    """`transition_kl`: mean_d (mean_p - mean_q)^2/(2 std^2), std of the whole transition. All others deviate from it."""
+    """`transition_kl`: mean_d (mean_p - mean_q)^2/(2 std^2), std of the whole transition. All others deviate from it.
+
+    >>> mean, one = torch.tensor([[2.0]]), torch.ones(1)
+    >>> exact_kl(mean, 0 * mean, one, one / 2, one / 4)
+    tensor([2.])
+    """
     return transition_kl(mean_p, mean_q, std)
 
 
 def kl_without_delta(mean_p: Tensor, mean_q: Tensor, std: Tensor, t: Tensor, delta: Tensor) -> Tensor:
-    """As published in Flow-GRPO's code: the std without its sqrt(D), i.e. D x the exact KL."""
+    """As published in Flow-GRPO's code: the std without its sqrt(D), i.e. D x the exact KL.
+
+    >>> mean, one = torch.tensor([[2.0]]), torch.ones(1)
+    >>> kl_without_delta(mean, 0 * mean, one, one / 2, one / 4)  # a quarter of the exact one
+    tensor([0.5000])
+    """
     return transition_kl(mean_p, mean_q, std / torch.sqrt(delta))
 
 
 def kl_clamped_sigma(eta: float = 0.7) -> KL:
     """As published in UniRL's Flow-DPPO: std = eta sqrt(t D/(1 - min(t, .99))), while the sampler's has t* = t_next at
-    t = 1. Equal to the exact KL for t <= .99; on the first step of 10 with shift 3 it is .28 of it."""
+    t = 1. Equal to the exact KL for t <= .99; on the first step of 10 with shift 3 it is .28 of it.
+
+    >>> mean, t = torch.tensor([[0.7]]), torch.ones(1)  # t_next = 27/28
+    >>> kl_clamped_sigma()(mean, 0 * mean, 0.7 * t, t, t / 28), exact_kl(mean, 0 * mean, 0.7 * t, t, t / 28)
+    (tensor([0.1400]), tensor([0.5000]))
+    """
     eta = require_number("eta", eta, low=0, open_low=True)
 
     def kl(mean_p: Tensor, mean_q: Tensor, std: Tensor, t: Tensor, delta: Tensor) -> Tensor:
@@ -81,12 +96,21 @@ def kl_clamped_sigma(eta: float = 0.7) -> KL:
 
 def cps_surrogate(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """As published in Flow-GRPO's CPS code: -mean_d (x_next - mean)^2, without 1/(2 std^2) and constants, so that the
-    log-ratio of a step is 2 std^2 times the exact one."""
+    log-ratio of a step is 2 std^2 times the exact one.
+
+    >>> cps_surrogate(torch.tensor([[3.0]]), torch.tensor([[1.0]]), torch.tensor([0.1]))
+    tensor([-4.])
+    """
     return -velocity_matching(x_next, mean)
 
 
 def ppo(*, clip: float) -> PolicyLoss:
-    """`losses.clipped_ratio`. Metric clip_fraction: states whose gradient the clip removes (0 at ratio 1)."""
+    """`losses.clipped_ratio`. Metric clip_fraction: states whose gradient the clip removes (0 at ratio 1).
+
+    >>> one, mean = torch.ones(1), torch.zeros(1, 1)
+    >>> ppo(clip=0.1)(Transition(2 * one, one, 0 * one, mean, mean, one, one, one))  # rho = e: clipped at 1.1
+    (tensor([-2.2000]), tensor([1.]), {'clip_fraction': 1.0})
+    """
     clip = require_number("clip", clip, low=0, open_low=True)
 
     def loss(q: Transition) -> tuple[Tensor, Tensor, Metrics]:
@@ -97,13 +121,22 @@ def ppo(*, clip: float) -> PolicyLoss:
 
 
 def clip_fraction(ratio: Tensor, advantages: Tensor, clip: float) -> Metrics:
-    """{"clip_fraction": share of states whose gradient the clip removes}: the ratio beyond it on the side A pushes to."""
+    """{"clip_fraction": share of states whose gradient the clip removes}: the ratio beyond it on the side A pushes to.
+
+    >>> clip_fraction(torch.tensor([1.5, 1.5]), torch.tensor([1.0, -1.0]), 0.1)
+    {'clip_fraction': 0.5}
+    """
     up, down = (ratio > 1 + clip) & (advantages > 0), (ratio < 1 - clip) & (advantages < 0)
     return {"clip_fraction": float((up | down).double().mean())}
 
 
 def guarded_ppo(*, clip: float) -> PolicyLoss:
-    """`losses.guard_clipped_ratio`, weighted by 1/D (GRPO-Guard 2510.22319), bias removed per sample."""
+    """`losses.guard_clipped_ratio`, weighted by 1/D (GRPO-Guard 2510.22319), bias removed per sample.
+
+    >>> one, mean = torch.ones(1), torch.zeros(1, 1)  # nothing moved: -A, weighted by 1/D
+    >>> guarded_ppo(clip=0.1)(Transition(2 * one, one, one, mean, mean, one, one, one / 4))
+    (tensor([-2.]), tensor([4.]), {'clip_fraction': 0.0})
+    """
     clip = require_number("clip", clip, low=0, open_low=True)
 
     def loss(q: Transition) -> tuple[Tensor, Tensor, Metrics]:
@@ -118,7 +151,12 @@ def guarded_ppo(*, clip: float) -> PolicyLoss:
 
 def guarded_ppo_as_published(*, clip: float) -> PolicyLoss:
     """`guarded_ppo` with the bias averaged over all states of the call, as the published code does (an empty `dim`): the
-    loss then depends on who else is in the micro-batch."""
+    loss then depends on who else is in the micro-batch.
+
+    >>> one, mean = torch.ones(2), torch.tensor([[0.0], [2.0]])  # biases 0 and 2, taken as 1 and 1: both ratios are e
+    >>> guarded_ppo_as_published(clip=0.1)(Transition(-one, one, one, mean, 0 * mean, one, one, one))[0]
+    tensor([2.7183, 2.7183])
+    """
     clip = require_number("clip", clip, low=0, open_low=True)
 
     def loss(q: Transition) -> tuple[Tensor, Tensor, Metrics]:
@@ -134,7 +172,12 @@ def guarded_ppo_as_published(*, clip: float) -> PolicyLoss:
 def divergence_masked(*, radius: float, kl: KL = exact_kl) -> PolicyLoss:
     """-A rho where `keep_divergence` (Flow-DPPO 2606.11025): no clipping of the ratio; the KL of the step to the one taken
     decides, and only where the ratio already moved the way A pushes. Dropped states stay in the mean.
-    Metrics: masked_fraction, kl (mean over the states)."""
+    Metrics: masked_fraction, kl (mean over the states).
+
+    >>> one, mean = torch.ones(1), torch.ones(1, 1)  # a KL of 1/2, the way A pushes
+    >>> divergence_masked(radius=0.1)(Transition(one, one, 0 * one, mean, 0 * mean, one, one, one))[1:]
+    (tensor([False]), {'masked_fraction': 1.0, 'kl': 0.5})
+    """
     radius = require_number("radius", radius, low=0, infinite=True)
 
     def loss(q: Transition) -> tuple[Tensor, Tensor, Metrics]:
@@ -166,6 +209,13 @@ def policy_gradient(
     beta: 0, or the weight of kl, which needs window.reference. Of the credit it reads "advantage", "has_reward", "weight".
     Metrics: ratio_deviation = mean |ratio - 1| (0 expected at update 1), drift_rms, kl_reference, and per step of the grid
     ratio_deviation, std and output_grad (rms of d loss/d v). ValueError: a trained step without noise.
+
+    >>> from diffrl.sampling import flow_sde_step, rollout
+    >>> v, times = lambda params, x_t, t, cond: x_t, torch.tensor([1.0, 0.5, 0.0])
+    >>> walk = rollout(v, {}, {}, times, seeds=torch.arange(2), shape=(3,), step=flow_sde_step, keep=[0])
+    >>> window = Window(walk, torch.zeros(2), {}, {"advantage": torch.tensor([1.0, -1.0])})
+    >>> policy_gradient(kernel=flow_sde_step, loss=ppo(clip=0.1))(v, {}, window)[0]  # on-policy: -A
+    tensor([-1.,  1.])
     """
     beta = require_number("beta", beta, low=0)
     if getattr(loss, "needs_density", False) and log_prob is not transition_log_prob:

@@ -150,6 +150,10 @@ def requantize_(draft: nn.Module, params: Mapping[str, Tensor]) -> nn.Module:
     from the values given, so nothing accumulates; storage is kept, so compiled code and CUDA graphs stay valid. Give the
     behaviour params, not the live ones. ValueError, and nothing written: an unknown name, another shape, a value that
     `quantize` refuses.
+
+    >>> draft, _ = convert_linears(nn.Sequential(nn.Linear(1, 1, bias=False)), quantize=torch.round)
+    >>> requantize_(draft, {"0.weight": torch.tensor([[2.6]])})(torch.ones(1, 1)).item()
+    3.0
     """
     if not isinstance(draft, nn.Module) or not isinstance(params, Mapping):
         raise ValueError(f"requantize_ takes a module and tensors by name, got {type(draft)} and {type(params)}")

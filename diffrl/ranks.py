@@ -59,6 +59,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """One batch of the ranks' batches, in order. ValueError: other steps, or fields that only some of them have.
 
     metrics are averaged over the ranks that told them.
+
+    >>> one = Batch(Trajectory(*[torch.zeros(1)] * 9), torch.tensor([[0.0, 1.0]]), {})
+    >>> joined([one, one]).rewards.tolist()
+    [[0.0, 1.0], [0.0, 1.0]]
     """
     first = batches[0]
     for other in batches[1:]:
@@ -93,7 +97,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def launched() -> Ranks:
-    """`torch_ranks()` in a process that torchrun started, its group and (with CUDA) its own device set up; else `alone`."""
+    """`torch_ranks()` in a process that torchrun started, its group and (with CUDA) its own device set up; else `alone`.
+
+    >>> launched().size  # of a process that nobody launched
+    1
+    """
     import os
 
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -109,7 +117,10 @@ def launched() -> Ranks:
 
 
 def torch_ranks() -> Ranks:
-    """The ranks of torch.distributed, which torchrun or `init_process_group` has set up. ValueError: nobody has."""
+    """The ranks of torch.distributed, which torchrun or `init_process_group` has set up. ValueError: nobody has.
+
+    No example: needs several processes.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
@@ -168,7 +179,13 @@ def _unflat(like: Batch, values: dict[str, Tensor]) -> Batch:
 
 
 def require_same_start(ranks: Ranks, params: Params) -> None:
-    """ValueError where ranks begin with other params: gradients of one policy would move another."""
+    """ValueError where ranks begin with other params: gradients of one policy would move another.
+
+    >>> two = Ranks(0, 2, alone.share, alone.whole, alone.add, lambda told: [told, [("v", *told[0][1:])]])
+    >>> require_same_start(two, {"w": torch.ones(1)})
+    Traceback (most recent call last):
+    ValueError: rank 1 starts from other params than rank 0: w differ (seed before from_pipeline)
+    """
     told = [
         (name, tuple(p.shape), float(p.detach().double().sum()), float(p.detach().double().square().sum()))
         for name, p in params.items()

@@ -21,7 +21,7 @@ from diffrl.trainers import Trainer, concatenated
 
 
 def require_ray() -> Any:
-    """The module, or ImportError naming what to install."""
+    """The module, or ImportError naming what to install. No example: Ray need not be installed."""
     try:
         import ray
     except ImportError as error:
@@ -33,7 +33,7 @@ STARTS = 3  # times an actor is made before its death is an error
 
 
 class Worker:
-    """One actor: stages of its own, and a trainer rank around them. Every method returns times as its last value."""
+    """One actor: stages of its own, and a trainer rank around them. What is timed returns (start, end, value), last or alone."""
 
     def __init__(self, stages: Any, schedule: Schedule, rank: int, ranks: int):
         self.stages = stages() if callable(stages) else stages
@@ -116,7 +116,14 @@ def summed(gradients: Sequence[Tensor]) -> Tensor | None:
 
 
 def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Future:
-    """The future of `combine(results)` of several; the first error is its error."""
+    """The future of `combine(results)` of several; the first error is its error.
+
+    >>> a, b = Future(), Future()
+    >>> whole = joined([a, b], sum)
+    >>> a.set_result(1)
+    >>> whole.done(), b.set_result(2), whole.result()
+    (False, None, 3)
+    """
     whole: Future = Future()
     whole.set_running_or_notify_cancel()
     lock, left = threading.Lock(), [len(futures)]
@@ -142,7 +149,13 @@ def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Fu
 
 
 def apart(future: Future) -> Future:
-    """The future whose error says that the ranks may have drifted apart: one may have stepped where another failed."""
+    """The future whose error says that the ranks may have drifted apart: one may have stepped where another failed.
+
+    >>> done: Future = Future()
+    >>> done.set_result(7)
+    >>> apart(done).result()
+    7
+    """
     whole: Future = Future()
     whole.set_running_or_notify_cancel()
 
@@ -394,6 +407,7 @@ def ray_actors(
     build: makes the stages in each actor (what cannot be pickled: a pipeline, an OCR engine); None: those given to `run` are
     sent. Plain `Workers` train in their actor alone: a trainer that dies after its first commit ends their run. options: of
     the actors, e.g. {"num_gpus": 1}. ValueError: counts below 1. ImportError: no Ray.
+    No example: starts processes.
     """
     require_ray()
     return RayActors(

@@ -27,13 +27,17 @@ CONTENT_TYPE = "application/x-safetensors"
 
 
 def encode_request(images: Tensor, prompts: Sequence[str]) -> bytes:
-    """The body of a request: see the top of this file."""
+    """The body of a request: see the top of this file. No example: `decode_request` has one."""
     text = torch.frombuffer(bytearray(json.dumps(list(prompts)).encode()), dtype=torch.uint8)
     return save({"images": images.detach().cpu().contiguous(), "prompts": text})
 
 
 def request_rows(images: Tensor, prompts: Sequence[str], *, batch: int, max_bytes: int) -> list[slice]:
-    """The rows of each request, in order: as many as fit into `batch` rows and a body of `max_bytes`, but at least one."""
+    """The rows of each request, in order: as many as fit into `batch` rows and a body of `max_bytes`, but at least one.
+
+    >>> request_rows(torch.zeros(3, 2, 2, 3, dtype=torch.uint8), ["a", "b", "c"], batch=2, max_bytes=10**6)
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
     found: list[slice] = []
     size = 0
     for row, prompt in enumerate(prompts):
@@ -47,7 +51,12 @@ def request_rows(images: Tensor, prompts: Sequence[str], *, batch: int, max_byte
 
 
 def decode_request(body: bytes) -> tuple[Tensor, list[str]]:
-    """(images, prompts) of a request's body. ValueError: not such a body, or images and prompts that do not go together."""
+    """(images, prompts) of a request's body. ValueError: not such a body, or images and prompts that do not go together.
+
+    >>> images, prompts = decode_request(encode_request(torch.zeros(1, 2, 4, 3, dtype=torch.uint8), ["a cat"]))
+    >>> tuple(images.shape), prompts
+    ((1, 2, 4, 3), ['a cat'])
+    """
     try:
         tensors = load(body)
         if set(tensors) != {"images", "prompts"}:
@@ -62,12 +71,20 @@ def decode_request(body: bytes) -> tuple[Tensor, list[str]]:
 
 
 def encode_reply(values: Sequence[float], failed: int) -> bytes:
-    """The body of a reply; values that are not finite become null, as JSON has no name for them."""
+    """The body of a reply; values that are not finite become null, as JSON has no name for them.
+
+    >>> encode_reply([0.5, math.nan], 1)
+    b'{"values": [0.5, null], "failed": 1}'
+    """
     return json.dumps({"values": [v if math.isfinite(v) else None for v in values], "failed": failed}).encode()
 
 
 def decode_reply(body: bytes, rows: int) -> tuple[list[float], int]:
-    """(values, failed) of a reply to a request of `rows` rows. ValueError: anything else."""
+    """(values, failed) of a reply to a request of `rows` rows. ValueError: anything else.
+
+    >>> decode_reply(b'{"values": [0.5, null], "failed": 1}', 2)
+    ([0.5, nan], 1)
+    """
     try:
         found = json.loads(body)
         values, failed = found["values"], found["failed"]
@@ -157,7 +174,7 @@ def remote(
         A reward for images and videos. The one reward that needs a network when it is called; nothing is sent before.
 
     Raises:
-        ValueError: another kind of address, an option outside its range. The reward: a malformed call.
+        ValueError: another kind of address, an option outside its range. The reward: a malformed call. No example: needs a server.
     """
     target = _address(url)
     require_number("timeout", timeout, low=0, open_low=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from diffrl.checks import nearest
 from diffrl.remote_rewards import remote
 from diffrl.rewards import jpeg_compressibility, jpeg_incompressibility, ocr, tesseract_ocr
 from diffrl.scorer_weights import load_aesthetic, load_clip_score, load_hps_v2, load_image_reward, load_pick_score
@@ -31,7 +32,11 @@ FORMS = (*REWARDS, *(form for _, form in LOADED.values()), "remote:URL")
 
 
 def is_known(name: str) -> bool:
-    """Whether `name`, or what stands before its first colon, is a reward of this package."""
+    """Whether `name`, or what stands before its first colon, is a reward of this package.
+
+    >>> is_known("ocr"), is_known("remote:http://localhost:8000"), is_known("mine:reward")
+    (True, True, False)
+    """
     return name in REWARDS or name.partition(":")[0] in (*LOADED, "remote")
 
 
@@ -45,6 +50,10 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
     Raises:
         ValueError: no such reward, a model that cannot be loaded, a function that cannot be imported; names --reward.
         ImportError: a package is missing.
+
+    >>> import torch
+    >>> make_reward("diffrl.tasks.toy:toward_compass")(torch.zeros(1, 2), ["north"])
+    tensor([-1.])
     """
     if name in REWARDS:
         return REWARDS[name](threads=threads) if name == "ocr" else REWARDS[name]()
@@ -55,7 +64,8 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
         except ValueError as error:
             raise ValueError(f"--reward {name!r}: {error}") from error
     if not after:
-        raise ValueError(f"--reward must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}")
+        near = nearest(name, (*REWARDS, *LOADED, "remote"))
+        raise ValueError(f"--reward must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}{near}")
     try:
         found = getattr(import_module(before), after)
     except (ImportError, AttributeError) as error:

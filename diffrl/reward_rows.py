@@ -37,7 +37,12 @@ class Rows(NamedTuple):
 
 
 def report(name: str, rows: Rows, log: Log | None) -> Tensor:
-    """The values of `rows`; failures go to `log("failed", n)`, or without one into a RuntimeWarning with the first reason."""
+    """The values of `rows`; failures go to `log("failed", n)`, or without one into a RuntimeWarning with the first reason.
+
+    >>> report("mine", Rows(torch.tensor([0.5, torch.nan]), 1, ValueError("no face")), print)
+    failed 1
+    tensor([0.5000,    nan])
+    """
     if rows.failed and log is not None:
         log("failed", rows.failed)
     elif rows.failed:
@@ -51,7 +56,11 @@ def report(name: str, rows: Rows, log: Log | None) -> Tensor:
 
 
 def one_number_each(values: Any, b: int) -> Tensor:
-    """values as a detached float " b" on the CPU (float64 stays, all else becomes float32). ValueError: anything else."""
+    """values as a detached float " b" on the CPU (float64 stays, all else becomes float32). ValueError: anything else.
+
+    >>> one_number_each([1, 0], 2)
+    tensor([1., 0.])
+    """
     found = torch.as_tensor(values).detach().cpu()
     if tuple(found.shape) != (b,):
         raise ValueError(f"one number per row is needed, shape ({b},), got shape {tuple(found.shape)}")
@@ -64,6 +73,11 @@ def score_rows(
     """score(images " c ...", prompts) -> c numbers, asked for `batch` rows at a time; where it raises, once for each row.
 
     A row for which it raises alone gets nan. The values are float32.
+
+    >>> score = lambda images, texts: [1 / len(text) for text in texts]
+    >>> rows = score_rows(score, torch.zeros(2, 1), ["ab", ""], batch=2)
+    >>> rows.values, rows.failed
+    (tensor([0.5000,    nan]), 1)
     """
     values = torch.full((len(images),), torch.nan)
     failed, first = 0, None
@@ -92,6 +106,9 @@ def attempts(
     try: it is repeated as long as the call lasts. The whole call ends after timeout (retries + 1)
     seconds: tasks without a result by then have failed. A thread whose time is up is left to itself: it is a daemon,
     which does not keep the interpreter alive, and what it still returns is dropped.
+
+    >>> attempts(3, lambda task: task * task, workers=2, timeout=60.0, retries=0, pause=0.0)
+    [0, 1, 4]
     """
     results: list[Any] = [TimeoutError(f"no result within {timeout * (retries + 1):g} s")] * tasks
     done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()

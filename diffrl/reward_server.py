@@ -180,6 +180,8 @@ def serve(
 
     Raises:
         ValueError: a reward that cannot be called, an option outside its range. OSError: the address cannot be bound.
+
+    No example: binds a port.
     """
     if not callable(reward):
         raise ValueError(f"reward must be a callable, got {reward!r}")
@@ -193,7 +195,12 @@ def serve(
 
 
 def served_reward(name: str, *, threads: int = 2, device: str = "cpu") -> Reward:
-    """The reward that the command line names: see the top of this file. ValueError: it cannot be made; ImportError."""
+    """The reward that the command line names: see the top of this file. ValueError: it cannot be made; ImportError.
+
+    >>> served_reward("math:pi")
+    Traceback (most recent call last):
+    ValueError: 'math:pi' makes no reward: TypeError: 'float' object is not callable
+    """
     if is_known(name):
         return make_reward(name, threads=threads, device=device)
     module, _, factory = name.partition(":")
@@ -209,7 +216,7 @@ def served_reward(name: str, *, threads: int = 2, device: str = "cpu") -> Reward
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0 when interrupted, 2 on bad input."""
+    """The command line; 0 when interrupted, 2 on bad input. No example: serves until it is interrupted."""
     parser = argparse.ArgumentParser(prog="python -m diffrl.reward_server", description="Serve a reward over HTTP.")
     parser.add_argument("reward", metavar="REWARD", help="a name as for diffrl train --reward, or MODULE:FACTORY")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: this machine only)")

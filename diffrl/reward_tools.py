@@ -132,6 +132,11 @@ def preference(scorer: Reward, *, group_size: int, generator: torch.Generator | 
 
     Raises:
         ValueError: group_size < 2. The reward: rows that are not whole groups of one prompt.
+
+    >>> images = torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 1, 1, 3)
+    >>> brighter = preference(lambda images, prompts: images.float().mean((1, 2, 3)), group_size=2)
+    >>> brighter(images, ["a cat", "a cat"])
+    tensor([0., 1.])
     """
     require_count("group_size", group_size, low=2)
 
@@ -167,6 +172,10 @@ def judged(
 
     Raises:
         ValueError: group_size < 2. The reward: rows that are not whole groups of one prompt.
+
+    >>> first = judged(lambda a, b, prompt: "a", group_size=2)  # a judge that prefers the first place says nothing
+    >>> first(torch.zeros(2, 1, 1, 3, dtype=torch.uint8), ["a cat", "a cat"])
+    tensor([0.5000, 0.5000])
     """
     require_count("group_size", group_size, low=2)
 
@@ -219,6 +228,11 @@ def cached(reward: Reward, *, capacity: int) -> Reward:
 
     Raises:
         ValueError: capacity < 1. The reward: a malformed call, or not one number per row from `reward`.
+
+    >>> asked, image = [], torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
+    >>> reward = cached(lambda images, prompts: asked.extend(prompts) or [1.0] * len(prompts), capacity=8)
+    >>> reward(image, ["a cat"]), reward(image, ["a cat"]), asked
+    (tensor([1.]), tensor([1.]), ['a cat'])
     """
     require_count("capacity", capacity)
     known: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -275,6 +289,10 @@ def in_threads(
 
     Raises:
         ValueError: an option outside its range. The reward: a malformed call.
+
+    >>> reward = in_threads(lambda images, prompts: [len(prompts[0])], workers=2, timeout=60.0)
+    >>> reward(torch.zeros(2, 1, 1, 3, dtype=torch.uint8), ["a cat", "a giraffe"])
+    tensor([5., 9.])
     """
     require_count("workers", workers)
     require_number("timeout", timeout, low=0, open_low=True)

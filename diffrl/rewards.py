@@ -142,6 +142,9 @@ def exact_match(
 
     Raises:
         ValueError: not as many readings as prompts, or a bare string for either.
+
+    >>> exact_match([" 12", "123", None], ['the number "12"'] * 3)
+    tensor([1., 0., nan])
     """
     if isinstance(readings, str) or isinstance(prompts, str) or len(readings) != len(prompts):
         raise ValueError(f"exact_match needs one reading per prompt, got readings={readings!r} and prompts={prompts!r}")
@@ -208,6 +211,8 @@ def rapid_ocr(*, threads: int = 2, batch: int = 8) -> Engine:
     Raises:
         ValueError: threads < 1 or batch < 2.
         ImportError: rapidocr or onnxruntime is missing.
+
+    No example: loads a network.
     """
     if threads < 1 or batch < 2:
         raise ValueError(f"rapid_ocr needs threads >= 1 and batch >= 2, got threads={threads}, batch={batch}")
@@ -258,6 +263,10 @@ def ocr(*, target: Callable[[str], str | None] = quoted, engine: Engine | None =
     Raises:
         ValueError: threads < 1. The reward itself: see the top of this file; videos are refused.
         ImportError: rapidocr or onnxruntime is missing.
+
+    >>> reward = ocr(engine=lambda pictures: ["12"] * len(pictures))
+    >>> reward(torch.zeros(2, 8, 8, 3, dtype=torch.uint8), ['the number "12"', 'the number "13"'])
+    tensor([1.0000, 0.5000])
     """
     return TextReward(target=target, engine=rapid_ocr(threads=threads) if engine is None else engine)
 
@@ -275,6 +284,8 @@ def tesseract_ocr(*, psm: int = 7, target: Callable[[str], str | None] = quoted)
     Raises:
         ValueError: psm outside 0 ... 13.
         ImportError: tesserocr or Pillow is missing.
+
+    No example: needs Tesseract.
     """
     if not 0 <= psm <= 13:
         raise ValueError(f"tesseract_ocr needs psm in 0 ... 13, got psm={psm}")
@@ -344,12 +355,18 @@ def jpeg_compressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[str
     Raises:
         ValueError: quality outside 1 ... 100.
         ImportError: Pillow is missing.
+
+    >>> images = torch.zeros(2, 32, 32, 3, dtype=torch.uint8)
+    >>> images[1, ::2] = 255  # stripes take more bytes than black
+    >>> black, striped = jpeg_compressibility()(images, ["", ""])
+    >>> bool(striped < black < 0)
+    True
     """
     return _jpeg_kilobytes("jpeg_compressibility", quality, -1.0)
 
 
 def jpeg_incompressibility(*, quality: int = 95) -> Callable[[Tensor, Sequence[str]], Tensor]:
     """Plus the size of the picture as a JPEG, in kilobytes: `jpeg_compressibility` with the other sign, otherwise
-    the same.
+    the same. No example: `jpeg_compressibility` has one.
     """
     return _jpeg_kilobytes("jpeg_incompressibility", quality, 1.0)

@@ -34,7 +34,11 @@ RENOISE_STREAM = 2**33
 
 
 def all_steps(steps: int) -> range:
-    """Every step of the rollout is trained."""
+    """Every step of the rollout is trained.
+
+    >>> all_steps(10)
+    range(0, 10)
+    """
     return range(steps)
 
 
@@ -93,7 +97,12 @@ def three_fifths(steps: int) -> int:
 
 
 def subset_of_steps(seeds: Int[Tensor, " b"], candidates: int, size: int) -> Int[Tensor, " b {size}"]:
-    """Sorted random columns, `size` of `candidates` per trajectory, row i a function of seeds[i] alone."""
+    """Sorted random columns, `size` of `candidates` per trajectory, row i a function of seeds[i] alone.
+
+    >>> chosen = subset_of_steps(torch.tensor([5, 5, 6]), 9, 4)
+    >>> tuple(chosen.shape), chosen[0].equal(chosen[1]), bool((chosen.diff() > 0).all())
+    ((3, 4), True, True)
+    """
     if size > candidates:
         raise ValueError(f"steps_per_sample={size} of {candidates} trained steps")
     draws = seeded_noise(seeds, (candidates,), stream=SUBSET_STREAM)
@@ -104,12 +113,21 @@ def subset_of_steps(seeds: Int[Tensor, " b"], candidates: int, size: int) -> Int
 
 
 def own_noise(seeds: Int[Tensor, " g k"], shape: tuple[int, ...]) -> None:
-    """Every sample starts from its own seed's noise (stream 0)."""
+    """Every sample starts from its own seed's noise (stream 0).
+
+    >>> own_noise(torch.tensor([[5, 6]]), (4,)) is None  # `rollout` then draws it from the seeds
+    True
+    """
     return None
 
 
 def noise_of_the_prompt(seeds: Int[Tensor, " g k"], shape: tuple[int, ...]) -> Float[Tensor, " b *d"]:
-    """All k samples of a prompt start from the first one's noise and differ by the noise of their steps (DanceGRPO)."""
+    """All k samples of a prompt start from the first one's noise and differ by the noise of their steps (DanceGRPO).
+
+    >>> first, second = noise_of_the_prompt(torch.tensor([[5, 6]]), (4,))
+    >>> first.equal(second)
+    True
+    """
     return seeded_noise(seeds[:, 0], shape).repeat_interleave(seeds.shape[1], 0)
 
 
@@ -182,6 +200,11 @@ def collect_rollout(
     """The plain collect: one rollout under the behaviour params on the model's grid, then one score per sample.
 
     step: one kernel, or one per sampling step; trained_steps are kept; noise: `own_noise` or `noise_of_the_prompt`.
+
+    >>> line = Gridded(lambda params, x, t, cond: x / t[:, None], lambda n: torch.linspace(1, 0, n + 1), 4, (2,))
+    >>> seeds, score = torch.tensor([[1, 2], [3, 4]]), lambda x_0, rows: x_0.abs().sum(1) + rows
+    >>> collect_rollout()(line, {}, {}, seeds, score).rewards.tolist()  # straight lines, all of which end at 0
+    [[0.0, 0.0], [1.0, 1.0]]
     """
 
     def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
@@ -196,7 +219,11 @@ Where = Callable[[Gridded, Tensor], range]
 
 
 def random_window_of(size: int) -> Where:
-    """Flow-GRPO-Fast's window: `size` steps, one start per rollout, uniform in {0..steps//2 - size}, from the batch's seeds."""
+    """Flow-GRPO-Fast's window: `size` steps, one start per rollout, uniform in {0..steps//2 - size}, from the batch's seeds.
+
+    >>> random_window_of(2)(Gridded(None, None, 4, ()), torch.tensor([[5]]))  # 4 steps leave one place: 0
+    range(0, 2)
+    """
     size = require_count("window", size)
 
     def where(velocity: Gridded, seeds: Tensor) -> range:
@@ -207,7 +234,11 @@ def random_window_of(size: int) -> Where:
 
 
 def sliding_window_of(size: int, *, stride: int, every: int) -> Where:
-    """MixGRPO's window: `size` steps, moved by `stride` after `every` iterations (`sampling.mix_window`)."""
+    """MixGRPO's window: `size` steps, moved by `stride` after `every` iterations (`sampling.mix_window`).
+
+    >>> sliding_window_of(4, stride=1, every=25)(Gridded(None, None, 25, (), iteration=50), None)
+    range(2, 6)
+    """
     return lambda velocity, seeds: mix_window(
         velocity.iteration, steps=velocity.steps, size=size, stride=stride, every=every
     )
@@ -217,6 +248,13 @@ def collect_window(*, kernel: Step, window: Where, outside: Step = euler_step) -
     """`kernel` inside a window of steps, which are kept and trained, `outside` elsewhere.
 
     window: (Gridded velocity, seeds) -> range, inside 0..steps-2. Where it lay comes back as trajectory.t and .std.
+
+    >>> line = Gridded(lambda params, x, t, cond: x / t[:, None], lambda n: torch.linspace(1, 0, n + 1), 4, (2,))
+    >>> step = lambda x, v, t, t_next: (x, torch.full((len(x),), 0.5))
+    >>> collect = collect_window(kernel=step, window=lambda velocity, seeds: range(1, 2))
+    >>> walk = collect(line, {}, {}, torch.tensor([[1]]), lambda x_0, rows: x_0[:, 0]).trajectory
+    >>> walk.t.tolist(), walk.std.tolist()
+    ([0.75], [[0.5]])
     """
 
     def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
@@ -235,6 +273,11 @@ def collect_renoised(*, step: Step = dpm2_step, trained_steps: TrainedSteps = al
     fresh per sample and step (a function of the sample's seed), v under the same behaviour params (DiffusionNFT, AWM).
 
     Stored: x_t, v, and x_next, the same straight path at t_next; std 0 (no density). eps - x_0 = (x_t - x_0)/t.
+
+    >>> line = Gridded(lambda params, x, t, cond: x / t[:, None], lambda n: torch.linspace(1, 0, n + 1), 4, (2,))
+    >>> walk = collect_renoised()(line, {}, {}, torch.tensor([[1]]), lambda x_0, rows: x_0[:, 0]).trajectory
+    >>> walk.t.tolist(), torch.allclose(walk.x_t[0, 1], 0.75 * walk.x_t[0, 0])  # x_0 = 0, and eps is fresh at each t
+    ([1.0, 0.75, 0.5, 0.25], False)
     """
 
     def collect(velocity: Gridded, params: Params, cond: Cond, seeds: Tensor, score: Score) -> Batch:
@@ -251,7 +294,7 @@ def renoise(velocity: Gridded, params: Params, cond: Cond, walked: Trajectory, k
     """The trajectory of forward-process states of `walked.x_0` at the grid's steps `kept`: see `collect_renoised`.
 
     cond: one row per sample. ValueError: a walk without seeds, kept unsorted, repeated or out of range, a velocity that
-    is not finite.
+    is not finite. No example: `collect_renoised` has one.
     """
     if walked.seeds is None:
         raise ValueError("fresh noise needs a trajectory with seeds")

@@ -12,15 +12,12 @@ model; at a later iteration i it is i + 1. Evaluation seeds are the same in ever
 """
 
 import contextlib
-import fcntl
 import json
-import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,68 +28,24 @@ from diffrl.algorithms import live
 from diffrl.checks import require_count
 from diffrl.contrast import draft_rewards, select_contrastive
 from diffrl.engines import check_engine, engine_rows
+from diffrl.folders import (
+    head_line,
+    held_alone,
+    json_line,
+    prepare_folder,
+    read_metrics,
+    refuse_folder,
+    require_same_files,
+)
 from diffrl.loop import Checkpoint, load_checkpoint, restore_checkpoint, save_checkpoint, train
-from diffrl.plots import require_matplotlib
+from diffrl.plots import last_update, require_matplotlib
 from diffrl.ranks import Ranks, alone
 from diffrl.sampling import chunked, rollout, sample_seeds
 from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
+from diffrl.tracking import MOST_PICTURES
 from diffrl.training_checks import checked_groups
 from diffrl.types import Params
-from diffrl.version import __version__
 from diffrl.windows import Score, encode, score_images
-
-
-def refuse_folder(folder: Path, *, overwrite: bool) -> None:
-    """ValueError where a new run must not go: a folder that is not empty, unless it is a run to be overwritten."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not overwrite:
-            raise ValueError(
-                f"--output {str(folder)!r} exists: resume it (--resume), or choose another, or --overwrite"
-            )
-        if not (folder / "metrics.jsonl").is_file():
-            raise ValueError(f"--output {str(folder)!r} is not a diffrl run: not overwritten")
-
-
-def prepare_folder(folder: Path, s: Settings, *, overwrite: bool) -> None:
-    """Make the run's folder with its settings line, whole or not at all. ValueError: it exists, or cannot be written."""
-    refuse_folder(folder, overwrite=overwrite)
-    temporary = folder.parent / f".{folder.name}.tmp-{os.getpid()}"
-    try:
-        temporary.mkdir(parents=True)
-        (temporary / "metrics.jsonl").write_text(json.dumps({"diffrl": __version__, "settings": asdict(s)}) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ValueError(f"--output {str(folder)!r} cannot be written: {error.strerror or error}") from None
-
-
-def read_metrics(folder: str | Path) -> tuple[Settings, list[dict[str, Any]]]:
-    """(settings, rows) of a run's metrics.jsonl; a last line cut off by a kill is dropped. ValueError: not a run."""
-    path = Path(folder) / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} is not a diffrl run: it has no metrics.jsonl")
-    rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict):
-            break
-        rows.append(row)
-    if (
-        not rows
-        or not isinstance(rows[0].get("settings", {}), dict)
-        or set(rows[0].get("settings", {})) != {f.name for f in fields(Settings)}
-    ):
-        raise ValueError(f"{str(path)!r} does not start with the settings of a diffrl run of this version")
-    return Settings(**rows[0]["settings"]), rows[1:]
-
-
-def _json_line(row: Mapping[str, Any]) -> str:
-    return json.dumps({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}) + "\n"
 
 
 class Interrupted(Exception):
@@ -122,26 +75,6 @@ def _graceful_interrupt() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold an existing run's folder: two runs in one would leave metrics of one and a checkpoint of the other. The lock is
-    the operating system's, so that a killed process lets go. ValueError: another process holds it."""
-    if not folder.is_dir():
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is training in {str(folder)!r}") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
-    finally:
-        os.close(handle)
-
-
 def run(
     folder: str | Path,
     s: Settings | None = None,
@@ -152,18 +85,35 @@ def run(
     progress: Callable[..., Any] | None = None,
     pictures: bool = True,
     ranks: Ranks = alone,
+    announce: Callable[[Settings, Bench, int], None] | None = None,
+    tracker: Callable[[Path, Settings, int], Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Train in `folder` and return the rows of its metrics.jsonl. Interrupt it at any moment and go on with resume=True:
     rows (times apart) and weights are those of the uninterrupted run, bit for bit on the same machine.
 
     ranks: of one of several processes that train together (`ranks.launched()`); the first alone writes, evaluates and draws.
     s: settings of a new run; resume reads them from the folder (iterations may raise the number). progress: a tqdm-like
-    factory, None for silence. ValueError, ImportError: bad settings or folder, nothing half-written. Interrupted: see above.
+    factory, None for silence. announce: told (settings, bench, first iteration) once everything is built, before anything is
+    evaluated or written. tracker: (folder, settings, first iteration) -> a tracker (`diffrl.tracking`), made once the folder is there,
+    told every row and the pictures of evaluations ("eval/pictures"), and closed. ValueError, ImportError: bad settings or
+    folder, prompts or images that were changed since, nothing half-written. Interrupted: see above.
+
+    No example: needs a pipeline.
     """
     if ranks.rank > 0:
         return _follow(Path(folder), s, resume, iterations, ranks)
-    with _alone(Path(folder)):
-        return _run(Path(folder), s, resume, iterations, overwrite, progress, pictures, ranks)
+    with held_alone(Path(folder)):
+        told = _Told(progress, pictures, announce, tracker)
+        return _run(Path(folder), s, resume, iterations, overwrite, told, ranks)
+
+
+class _Told(NamedTuple):
+    """Who is told of a run, see `run`."""
+
+    progress: Callable[..., Any] | None
+    pictures: bool
+    announce: Callable[[Settings, Bench, int], None] | None
+    tracker: Callable[[Path, Settings, int], Any] | None
 
 
 class _Begun(NamedTuple):
@@ -191,6 +141,7 @@ def _begun(
     if resume:
         s, rows = read_metrics(folder)
         s = s if iterations is None else replace(s, iterations=require_count("--iterations", iterations))
+        require_same_files(folder, s)
     assert s is not None
     if pictures:
         require_matplotlib()
@@ -209,22 +160,29 @@ def _begun(
     return _Begun(s, rows, bench, optimizer, initial, checkpoint, checkpoint.iteration)
 
 
-def _run(folder, s, resume, iterations, overwrite, progress, pictures, ranks) -> list[dict[str, Any]]:
+def _run(folder, s, resume, iterations, overwrite, told: _Told, ranks) -> list[dict[str, Any]]:
     if not resume:
         refuse_folder(folder, overwrite=overwrite)
-    begun = _begun(folder, s, resume, iterations, ranks, pictures=pictures)
+    begun = _begun(folder, s, resume, iterations, ranks, pictures=told.pictures)
     s, rows, bench, optimizer, initial, _, start = begun
+    if told.announce is not None:
+        told.announce(s, bench, start)
     # Before anything is written: a reward that cannot be used is found out here.
-    base: dict[str, Any] = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else {}
+    base, seen = _eval_metrics(bench, s, 0) if start == 0 or _ended_at_once(rows, s) else ({}, {})
     behaviour = begun.restore()
     if not resume:
         prepare_folder(folder, s, overwrite=overwrite)
-    with contextlib.nullcontext() if resume else _alone(folder):
+    with contextlib.nullcontext() if resume else held_alone(folder):
         rows = _rows_before(folder, s, rows, start, base)
-        _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks)
+        tracker = contextlib.nullcontext() if told.tracker is None else told.tracker(folder, s, start)
+        with tracker as log:
+            noted = None if log is None else lambda row, more: log({**row, **more}, row["iteration"])
+            _iterate(
+                folder, s, bench, optimizer, rows, start, behaviour, initial, told.progress, (base, seen), noted, ranks
+            )
         if bench.model.export is not None:
             bench.model.export(folder / "adapter")
-        if pictures:
+        if told.pictures:
             save_pictures(folder, s, bench, initial, rows)
     return rows
 
@@ -237,6 +195,16 @@ def _same_run(saved: Mapping[str, Any], s: Settings) -> None:
 
 def _evaluated(i: int, s: Settings) -> bool:
     return i == 0 or i == s.iterations - 1 or (i + 1) % s.eval_every == 0
+
+
+def evaluations(s: Settings, start: int = 0) -> int:
+    """How many evaluations a run from iteration `start` on makes, the base's among them where it begins at 0.
+
+    No example: needs a pipeline.
+    """
+    last = s.iterations - 1
+    later = sum(_evaluated(i, s) and (i > 0 or i == last) for i in range(start, s.iterations))
+    return later + (start == 0)
 
 
 def _ended_at_once(rows: Sequence[Mapping[str, Any]], s: Settings) -> bool:
@@ -260,32 +228,17 @@ def _rows_before(
     if [row["iteration"] for row in rows] != list(range(start)):
         raise ValueError(f"metrics.jsonl lacks iterations before {start}, where the checkpoint stands")
     temporary = folder / ".metrics.jsonl.tmp"
-    head = json.dumps({"diffrl": __version__, "settings": asdict(s)}) + "\n"
-    temporary.write_text(head + "".join(_json_line(row) for row in rows))
+    temporary.write_text(head_line(s) + "".join(json_line(row) for row in rows))
     os.replace(temporary, folder / "metrics.jsonl")
     return rows
 
 
-def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, base, ranks) -> None:
-    """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration."""
-    # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
+def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progress, first, log, ranks) -> None:
+    """Iterations start..iterations-1: a line each, a checkpoint every few; raises Interrupted after a whole iteration. first: the
+    base's evaluation and its pictures; log: told each row and the pictures of its evaluation."""
+    base, seen = first if start == 0 else (first[0], {})
     held: dict[str, Params | None] = {"behaviour": behaviour}
-
-    def remembered(old: Params, new: Params, i: int) -> Params:
-        held["behaviour"] = now = bench.algorithm.behaviour(old, new, i)
-        return now
-
-    # `live` is left as it is: the loop spares it a copy of the params.
-    algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
-    training: Any
-    if s.engine == "loop":
-        training = _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
-    else:
-        off_policy = bench.algorithm.behaviour is not live
-        published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
-        training = engine_rows(
-            s, bench, optimizer, start=start, behaviour=behaviour, reference=initial, published=published
-        )
+    training = _rows(s, bench, optimizer, start, behaviour, initial, ranks, held)
     save = partial(
         save_checkpoint, folder / "checkpoint", params=bench.model.params, optimizer=optimizer, settings=asdict(s)
     )
@@ -304,13 +257,17 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
                 row |= base if not last else {f"base/{k.partition('/')[2]}": v for k, v in base.items()}
             if _evaluated(i, s) and (i > 0 or last):
                 began = time.perf_counter()
-                row |= _eval_metrics(bench, s, i + 1)
+                found, seen = _eval_metrics(bench, s, i + 1)
+                row |= found
                 row["seconds/evaluation"] = time.perf_counter() - began
             latest = row.get("eval/exact_match", latest)
-            line = _json_line(row)
+            line = json_line(row)
             rows.append(json.loads(line))  # as a resumed run would read it
             file.write(line)
             file.flush()
+            if log is not None:
+                log(rows[-1], seen)
+            seen = {}
             stopped = any(stop for _, stop in each)  # all of them after the same iteration
             if last or stopped or (i + 1) % s.checkpoint_every == 0:
                 save(iteration=i + 1, behaviour=held["behaviour"])
@@ -323,6 +280,25 @@ def _iterate(folder, s, bench, optimizer, rows, start, behaviour, initial, progr
                 )
     if bar is not None:
         bar.close()
+
+
+def _rows(s, bench, optimizer, start, behaviour, initial, ranks, held: dict[str, Params | None]) -> Any:
+    """The engine's iterations; held["behaviour"] is what rolls out next, for checkpoints, or as it was where that is the params."""
+    if s.engine != "loop":
+        off_policy = bench.algorithm.behaviour is not live
+        published = partial(held.__setitem__, "behaviour") if off_policy else (lambda behaviour: None)
+        return engine_rows(
+            s, bench, optimizer, start=start, behaviour=behaviour, reference=initial, published=published
+        )
+
+    # The behaviour params change hands inside the loop; a wrapper is how a checkpoint gets to see them.
+    def remembered(old: Params, new: Params, i: int) -> Params:
+        held["behaviour"] = now = bench.algorithm.behaviour(old, new, i)
+        return now
+
+    # `live` is left as it is: the loop spares it a copy of the params.
+    algorithm = bench.algorithm if bench.algorithm.behaviour is live else bench.algorithm._replace(behaviour=remembered)
+    return _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks)
 
 
 def _training(s, bench, algorithm, optimizer, start, behaviour, initial, ranks) -> Iterator[dict[str, float]]:
@@ -367,13 +343,17 @@ def _postfix(row: Mapping[str, Any], latest: float | None) -> str:
     parts = [f"reward {row['reward/mean']:.3f}"]
     if latest is not None:
         parts.append(f"exact {latest:.3f}")
-    if "masked_fraction" in row:
-        parts.append(f"masked {row['masked_fraction']:.2f}")
+    masked = f"masked_fraction/update_{last_update([row])}"  # as the figure: an update further on drops more
+    if row.get(masked) is not None:
+        parts.append(f"masked {row[masked]:.2f}")
     return ", ".join(parts)
 
 
 def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows: Sequence[Mapping[str, Any]]) -> None:
-    """curve.png, and before_after.png: ten prompts at held-out seeds, drawn by the base and by the trained params."""
+    """curve.png, and before_after.png: ten prompts at held-out seeds, drawn by the base and by the trained params.
+
+    No example: needs a pipeline.
+    """
     from diffrl.plots import save_before_after, save_curve
 
     save_curve(folder / "curve.png", rows, title=f"{s.task}: {s.algorithm}, reward {s.reward}, seed {s.seed}")
@@ -399,7 +379,10 @@ def save_pictures(folder: Path, s: Settings, bench: Bench, initial: Params, rows
 
 def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
     """drafts.png: the chosen seeds of one prompt, as the draft and as the trained policy render them; ranks.png: the rank
-    scatter of five prompts. Held-out seeds; pools of at most 48."""
+    scatter of five prompts. Held-out seeds; pools of at most 48.
+
+    No example: needs a pipeline.
+    """
     from diffrl.plots import save_draft_pairs, save_rank_scatter
 
     n, keep = min(s.pool, max(48, s.group_size)), s.group_size // 2
@@ -437,7 +420,11 @@ def save_draft_pictures(folder: Path, s: Settings, bench: Bench) -> None:
 
 
 def stills(images: torch.Tensor) -> torch.Tensor:
-    """Pictures as they are, of videos " b f h w 3" the middle frame."""
+    """Pictures as they are, of videos " b f h w 3" the middle frame.
+
+    >>> stills(torch.zeros(1, 5, 8, 8, 3)).shape
+    torch.Size([1, 8, 8, 3])
+    """
     return images[:, images.shape[1] // 2] if images.ndim == 5 else images
 
 
@@ -447,7 +434,8 @@ def _captions(found: Evaluation) -> list[str]:
     return [f'"{t or ""}"  {float(r):.2f}' for t, r in zip(found.readings, found.rewards, strict=True)]
 
 
-def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float]:
+def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The evaluation of these weights, and one picture of each of at most 16 prompts where the samples are pictures."""
     how: dict[str, Any] = {"steps": s.steps, "samples": s.eval_samples, "chunk": s.rollout_chunk or 128}
     found = evaluate(bench.model, bench.prompts, bench.reward, images=bench.images, **how)
     metrics = {"eval/reward": float(found.rewards.nanmean()), "eval/iterations": iterations}
@@ -455,4 +443,5 @@ def _eval_metrics(bench: Bench, s: Settings, iterations: int) -> dict[str, float
         metrics["eval/exact_match"] = float(found.exact.nanmean())
     if bench.held_out is not None:
         metrics["eval/held_out_reward"] = float(score_images(bench.held_out, found.images, found.prompts).nanmean())
-    return metrics
+    shown = found.images[:: s.eval_samples][:MOST_PICTURES]
+    return metrics, {"eval/pictures": stills(shown)} if shown.dtype == torch.uint8 else {}

@@ -160,6 +160,9 @@ def rollout(
     ValueError: times not strictly decreasing inside [0, 1]; neither noise nor seeds; seeds without shape; a
     stochastic kernel without seeds; a wrong number of kernels; keep unsorted, repeated or out of range; a cond tensor
     whose leading axis is not b; a velocity of another shape, or not finite (names the step, t and the number of rows).
+
+    >>> rollout(lambda params, x_t, t, cond: 0 * x_t + 3, {}, {}, time_grid(4), noise=torch.ones(1, 1)).x_0  # 1 - 3
+    tensor([[-2.]])
     """
     grid = _checked_times(times)
     n = len(grid) - 1
@@ -326,7 +329,12 @@ def mix_window(i: int, *, steps: int, size: int, stride: int, every: int) -> ran
 
 
 def mix_windows(steps: int, *, size: int, stride: int, every: int) -> Iterator[range]:
-    """`mix_window` of the iterations 0, 1, 2, ..., endless. ValueError at the call: counts < 1, a size that fits nowhere."""
+    """`mix_window` of the iterations 0, 1, 2, ..., endless. ValueError at the call: counts < 1, a size that fits nowhere.
+
+    >>> windows = mix_windows(25, size=4, stride=1, every=2)
+    >>> [next(windows).start for _ in range(5)]
+    [0, 0, 1, 1, 2]
+    """
     mix_window(0, steps=steps, size=size, stride=stride, every=every)
     return (mix_window(i, steps=steps, size=size, stride=stride, every=every) for i in itertools.count())
 
@@ -352,6 +360,10 @@ def classifier_free(velocity: Velocity, *, scale: float) -> Velocity:
     cond["uncond.NAME"] replaces cond["NAME"] in the unconditional call; neither call sees an `uncond.` key. At scale 1
     there is one call, of the condition alone. float32 or better, since guidance amplifies the rounding of half precision.
     ValueError: scale not finite; a twin without its NAME; scale other than 1 and no twin at all.
+
+    >>> cond = {"text": torch.tensor([3.0]), "uncond.text": torch.tensor([1.0])}
+    >>> classifier_free(lambda params, x_t, t, cond: cond["text"], scale=4.5)({}, None, None, cond)  # 1 + 4.5 (3 - 1)
+    tensor([10.])
     """
     scale = require_number("scale", scale)
 
@@ -376,6 +388,11 @@ def chunked(velocity: Velocity, *, size: int) -> Velocity:
 
     A row's last bits may depend on how many rows share its call (a property of the matrix library): use one size in
     rollout and replay where bits matter. ValueError: size < 1.
+
+    >>> sizes = []
+    >>> v = chunked(lambda params, x_t, t, cond: sizes.append(len(x_t)) or x_t, size=2)
+    >>> len(v({}, torch.zeros(5, 1), torch.zeros(5), {})), sizes
+    (5, [2, 2, 1])
     """
     size = require_count("size", size)
 

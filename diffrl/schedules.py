@@ -1,9 +1,9 @@
 """What a schedule is, and what one looks like once it ran: fragments, bubbles, schedules, traces. Plain data, no torch.
 
-Words (diffusion RL on two pools of GPUs, after DigenRL): a *global step* s is one batch, one optimizer step; *version* v
-is the weights after v optimizer steps, so step s is on-policy at version s. A batch has n = g k samples, prompt-major,
-cut into M *fragments*; a *pair* is (sample, timestep). A *bubble*: the trainer is free, no fragment is trainable, and a
-fragment of this step is unclaimed. Times are seconds.
+Words (diffusion RL on two pools of GPUs, after DigenRL): a *global step* s is one batch and the optimizer step it ends with
+(an algorithm may make several of a batch); *version* v is what rolls out after v global steps, so step s is on-policy at
+version s. A batch has n = g k samples, prompt-major, cut into M *fragments*; a *pair* is (sample, timestep). A *bubble*:
+the trainer is free, no fragment is trainable, and a fragment of this step is unclaimed. Times are seconds.
 """
 
 import math
@@ -60,12 +60,16 @@ class Bubble(NamedTuple):
 
 
 def require_fragments(fragments: Any) -> int:
-    """The number of rows; ValueError unless indices are 0..M-1 in order and every row 0..n-1 is there exactly once."""
+    """The number of rows; ValueError unless indices are 0..M-1 in order and every row 0..n-1 is there exactly once.
+
+    >>> require_fragments((Fragment(0, (0, 2)), Fragment(1, (1,))))
+    3
+    """
     if not isinstance(fragments, tuple) or not fragments or not all(isinstance(f, Fragment) for f in fragments):
         raise ValueError(f"fragments must be a non-empty tuple of Fragment, got {fragments!r:.120}")
     seen: set[int] = set()
     for i, (index, samples) in enumerate(fragments):
-        if isinstance(index, bool) or index != i:
+        if require_count(f"fragments[{i}].index", index, low=0) != i:
             raise ValueError(f"fragments must have indices 0..M-1 in order, got {index!r} at place {i}")
         if not isinstance(samples, tuple) or not samples:
             raise ValueError(f"fragments[{i}].samples must be a non-empty tuple of rows, got {samples!r:.120}")
@@ -81,7 +85,11 @@ def require_fragments(fragments: Any) -> int:
 
 
 def sharing(fragments: Iterable[Fragment], group_size: int, *, barrier: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Per fragment, the groups it touches (one common group when `barrier`: nothing is complete before everything is)."""
+    """Per fragment, the groups it touches (one common group when `barrier`: nothing is complete before everything is).
+
+    >>> sharing([Fragment(0, (0, 1)), Fragment(1, (2, 3))], 3)  # the second one holds a row of each group
+    ((0,), (0, 1))
+    """
     if barrier:
         return tuple((0,) for _ in fragments)
     return tuple(tuple(sorted({row // group_size for row in samples})) for _, samples in fragments)
@@ -115,6 +123,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         n = require_fragments(self.fragments)
+        plain = (Fragment(i, tuple(map(int, f.samples))) for i, f in enumerate(self.fragments))  # json knows no numpy
+        object.__setattr__(self, "fragments", tuple(plain))
         for name in ("group_size", "timesteps", "pack"):
             object.__setattr__(self, name, require_count(name, getattr(self, name)))
         if n % self.group_size:
@@ -146,7 +156,8 @@ class Trace:
     """What happened when: what `simulate` predicts and what an executor measures, in one type.
 
     intervals: by start; zero-length ones left out. ends: seconds at the end of each global step (its publication done).
-    ValueError: an interval that ends before it starts, out of order, of unknown kind or resource; ends not ascending.
+    ValueError: no tuples; an interval that ends before it starts, out of order, of unknown kind or resource; ends not
+    ascending.
     """
 
     intervals: tuple[Interval, ...]
@@ -154,11 +165,20 @@ class Trace:
 
     def __post_init__(self) -> None:
         before = -math.inf
+        for name in ("intervals", "ends"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.120}")
         for interval in self.intervals:
+            if not isinstance(interval, Interval):
+                raise ValueError(f"intervals must be a tuple of Interval, got {interval!r:.120}")
             resource, kind, start, end, *_ = interval
+            for name, seconds in (("start", start), ("end", end)):
+                if not isinstance(seconds, int | float):  # numpy's float64 is a float
+                    require_number(f"{name} of intervals", seconds)
             if not (before <= start <= end < math.inf) or start == -math.inf:
                 raise ValueError(f"intervals must be finite, by start, start <= end, got {interval} after {before}")
-            if kind not in KINDS or not (resource in ("generator", "trainer", "cluster") or resource[:7] == "reward/"):
+            known = resource in ("generator", "trainer", "cluster") or str(resource).startswith("reward/")
+            if kind not in KINDS or not known:
                 raise ValueError(f"intervals must have a known kind and resource, got {interval}")
             before = start
         if not self.ends:

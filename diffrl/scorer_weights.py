@@ -115,6 +115,9 @@ def clip_from_open_clip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises:
         ValueError: names in `state` that this translation does not know; whether any is missing is for `load` to see.
+
+    >>> {name: tuple(x.shape) for name, x in clip_from_open_clip({"text_projection": torch.zeros(3, 2)}).items()}
+    {'text_projection.weight': (2, 3)}
     """
     return _translated(state, _OPEN_CLIP)
 
@@ -124,6 +127,9 @@ def blip_from_image_reward(state: Mapping[str, Tensor]) -> tuple[dict[str, Tenso
 
     Raises:
         ValueError: names in `state` that this translation does not know.
+
+    >>> blip_from_image_reward({"mlp.layers.0.bias": torch.zeros(1)})
+    ({}, {'layers.0.bias': tensor([0.])})
     """
     found = _translated(state, _IMAGE_REWARD)
     head = {name.removeprefix("mlp."): x for name, x in found.items() if name.startswith("mlp.")}
@@ -142,6 +148,11 @@ def score_head(state: Mapping[str, Tensor]) -> torch.nn.Sequential:
 
     Raises:
         ValueError: other names; widths that do not fit one another; more than one output.
+
+    >>> state = {f"layers.{i}.weight": torch.full((1, 1), -2.0) for i in (0, 2, 4, 6, 7)}
+    >>> state |= {f"layers.{i}.bias": torch.zeros(1) for i in (0, 2, 4, 6, 7)}
+    >>> score_head(state)(torch.ones(1, 1)).item()  # (-2)^5: nothing between the layers
+    -32.0
     """
     places = (0, 2, 4, 6, 7)
     wanted = {f"layers.{place}.{part}" for place in places for part in ("weight", "bias")}
@@ -170,6 +181,9 @@ def filled(model: Any, state: Mapping[str, Tensor], *, unused: str = r"") -> Any
 
     Raises:
         ValueError: a name too many or missing, or another shape; printed.
+
+    >>> filled(torch.nn.Linear(1, 1, bias=False), {"weight": torch.tensor([[3.0]])}).weight.item()
+    3.0
     """
     own = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     missing = sorted(name for name in own if name not in state and not re.fullmatch(unused, name))
@@ -201,6 +215,11 @@ def weights_file(name: str, filename: str) -> Path:
 
     Raises:
         ValueError: the folder does not hold the file; `name` is no hub id either, or the file cannot be fetched.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     weights_file((Path(folder) / "model.pt").touch() or folder, "model.pt").name
+    'model.pt'
     """
     path = Path(name)
     if path.is_file():
@@ -224,6 +243,12 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
     Raises:
         ValueError: the file is neither, or holds anything but tensors by name.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"state_dict": {"module.w": torch.ones(1)}}, Path(folder) / "model.pt")
+    ...     read_weights(Path(folder) / "model.pt")
+    {'w': tensor([1.])}
     """
     try:
         if path.suffix == ".safetensors":
@@ -259,7 +284,8 @@ def load_clip_score(
     log: Log | None = None,
 ) -> Reward:
     """`clip_score` with the CLIP model and processor in a folder or on the hub (needs the network once). Not checked here
-    with published weights. ValueError: no such model. ImportError: transformers or Pillow is missing."""
+    with published weights. ValueError: no such model. ImportError: transformers or Pillow is missing.
+    No example: needs weights."""
     return clip_score(*_clip(name, name, device, dtype), batch=batch, log=log)
 
 
@@ -273,7 +299,7 @@ def load_pick_score(
     log: Log | None = None,
 ) -> Reward:
     """`pick_score` with the published model; its processor is another repository's. Not checked here with published
-    weights. Arguments and errors: as `load_clip_score`."""
+    weights. Arguments and errors: as `load_clip_score`. No example: needs weights."""
     return pick_score(*_clip(name, processor, device, dtype), batch=batch, log=log)
 
 
@@ -293,6 +319,8 @@ def load_hps_v2(
         clip: folder or hub id with the configuration (no weights are read) and the processor of ViT-H-14.
 
     Not checked here with published weights. ValueError: names or shapes that do not fit, no such files.
+
+    No example: needs weights.
     """
     library = _models("hps_v2")
     state = clip_from_open_clip(read_weights(weights_file(name, "HPS_v2.1_compressed.pt")))
@@ -317,6 +345,7 @@ def load_aesthetic(
     """`aesthetic` with the published head, sac+logos+ava1-l14-linearMSE.pth (a file or its folder), on CLIP ViT-L/14.
 
     Not checked here with published weights. `dtype` is CLIP's; the head is float32. Errors: as `load_clip_score`.
+    No example: needs weights.
     """
     layers = score_head(read_weights(weights_file(head, "sac+logos+ava1-l14-linearMSE.pth")))
     model, processor = _clip(clip, clip, device, dtype)
@@ -325,7 +354,7 @@ def load_aesthetic(
 
 def image_reward_config() -> Any:
     """The sizes of ImageReward's BLIP (ViT-L/16 at 224, BERT base with 30,524 words); LayerNorms of the ViT add 1e-6, not
-    the 1e-5 of transformers."""
+    the 1e-5 of transformers. No example: imports transformers, which takes seconds."""
     library = _models("image_reward")
     vision: dict[str, Any] = {
         "hidden_size": 1024,
@@ -358,6 +387,8 @@ def load_image_reward(
 
     Not checked here with published weights. `dtype` is BLIP's; the head is float32. ValueError: names or shapes that do
     not fit, no such files.
+
+    No example: needs weights.
     """
     library = _models("image_reward")
     state, head = blip_from_image_reward(read_weights(weights_file(name, "ImageReward.pt")))

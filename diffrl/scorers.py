@@ -41,7 +41,11 @@ VIDEO_ALIGN: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 def pil_pictures(images: Tensor) -> list[Any]:
     """UInt8 " b h w 3" -> b Pillow images: their channel axis cannot be mistaken for another of length 3. ValueError: no
-    pixels."""
+    pixels.
+
+    >>> [picture.size for picture in pil_pictures(torch.zeros(2, 3, 5, 3, dtype=torch.uint8))]
+    [(5, 3), (5, 3)]
+    """
     from PIL import Image
 
     if images.numel() == 0:
@@ -53,6 +57,10 @@ def letterboxed(images: Tensor, size: int) -> list[Any]:
     """Pillow images of `size` x `size`: the long side scaled to `size` (bicubic), black in equal parts around the rest.
 
     An odd pixel of black goes right or below (HPSv2's `ResizeMaxSize`).
+
+    >>> (picture,) = letterboxed(torch.full((1, 2, 4, 3), 255, dtype=torch.uint8), 4)
+    >>> [picture.getpixel((0, row))[0] for row in range(4)]
+    [0, 255, 255, 0]
     """
     from PIL import Image
 
@@ -68,7 +76,13 @@ def letterboxed(images: Tensor, size: int) -> list[Any]:
 
 
 def cropped(images: Tensor, size: int) -> list[Any]:
-    """Pillow images of `size` x `size`: the short side scaled to `size` (bicubic), the middle of the long one kept."""
+    """Pillow images of `size` x `size`: the short side scaled to `size` (bicubic), the middle of the long one kept.
+
+    >>> image = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).reshape(1, 1, 4, 1).expand(1, 2, 4, 3)
+    >>> (picture,) = cropped(image, 2)
+    >>> picture.size, picture.getpixel((0, 0)), picture.getpixel((1, 1))
+    ((2, 2), (255, 255, 255), (255, 255, 255))
+    """
     from PIL import Image
 
     found = []
@@ -82,7 +96,11 @@ def cropped(images: Tensor, size: int) -> list[Any]:
 
 
 def clip_pixels(pictures: Sequence[Any]) -> Tensor:
-    """b Pillow images of one size -> float32 " b 3 h w", scaled to [0, 1] and normalised with CLIP's mean and std."""
+    """b Pillow images of one size -> float32 " b 3 h w", scaled to [0, 1] and normalised with CLIP's mean and std.
+
+    >>> clip_pixels(pil_pictures(torch.zeros(1, 1, 1, 3, dtype=torch.uint8))).flatten()  # black: -mean/std
+    tensor([-1.7923, -1.7521, -1.4802])
+    """
     pixels = torch.from_numpy(np.stack([np.array(picture) for picture in pictures])).permute(0, 3, 1, 2) / 255
     return (pixels - torch.tensor(CLIP_MEAN)[:, None, None]) / torch.tensor(CLIP_STD)[:, None, None]
 
@@ -153,6 +171,8 @@ def clip_score(model: Any, processor: Any, *, batch: int = 1, log: Log | None = 
 
     Raises:
         ValueError: batch < 1. The reward: a malformed call.
+
+    No example: needs weights.
     """
     cosines = partial(_cosines, model, processor, pil_pictures)
     return _reward("clip_score", [model], lambda i, p: 100 * cosines(i, p).clamp_min(0), batch=batch, log=log)
@@ -161,7 +181,7 @@ def clip_score(model: Any, processor: Any, *, batch: int = 1, log: Log | None = 
 def pick_score(model: Any, processor: Any, *, batch: int = 1, log: Log | None = None) -> Reward:
     """exp(logit_scale) cos of image and prompt (PickScore, Kirstain et al. 2023); about 20 with the published weights.
 
-    Arguments, returns and errors: as `clip_score`; `model` holds the trained scale.
+    Arguments, returns and errors: as `clip_score`; `model` holds the trained scale. No example: needs weights.
     """
 
     def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -176,6 +196,7 @@ def hps_v2(model: Any, processor: Any, *, batch: int = 1, log: Log | None = None
 
     Images keep their aspect: the long side is scaled to the model's size (224), black is put around the rest.
     Arguments, returns and errors: as `clip_score`; `model`: see `scorer_weights.clip_from_open_clip`.
+    No example: needs weights.
     """
 
     def pictures(images: Tensor) -> list[Any]:
@@ -198,6 +219,8 @@ def aesthetic(model: Any, processor: Any, head: Any, *, batch: int = 1, log: Log
 
     Raises:
         ValueError: batch < 1. The reward: a malformed call.
+
+    No example: needs weights.
     """
 
     def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -223,6 +246,8 @@ def image_reward(model: Any, head: Any, tokenizer: Any, *, batch: int = 1, log: 
 
     Raises:
         ValueError: batch < 1. The reward: a malformed call.
+
+    No example: needs weights.
     """
     length = min(35, model.config.text_config.max_position_embeddings)
     size = model.config.vision_config.image_size
@@ -269,6 +294,11 @@ def video_reward(
     Raises:
         ValueError: no weights, other names, a weight or mean that is no finite number, a std <= 0, batch < 1. The reward: a
             malformed call; images are refused.
+
+    >>> quality = lambda videos, prompts: {"VQ": [3.0] * len(prompts)}
+    >>> reward = video_reward(quality, weights={"VQ": 2.0}, constants={"VQ": (1.0, 4.0)})
+    >>> reward(torch.zeros(1, 2, 1, 1, 3, dtype=torch.uint8), ["a cat"])  # 2 (3 - 1)/4
+    tensor([1.])
     """
     if not isinstance(weights, Mapping) or not weights:
         raise ValueError(f"weights must be a non-empty mapping by the qualities' names, got {weights!r}")

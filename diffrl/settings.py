@@ -13,10 +13,11 @@ from torch import Tensor
 
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
-from diffrl.checks import require_count, require_number
+from diffrl.checks import nearest, require_count, require_number
 from diffrl.drafts import merged_draft
 from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
+from diffrl.memory import encoders_off, vae_off
 from diffrl.models import from_pipeline
 from diffrl.reward_names import make_reward
 from diffrl.sampling import rollout, sample_seeds
@@ -90,6 +91,9 @@ class Settings:
     trainers: int = 1
     fragments: int = 1
     stale: int = 0
+    gradient_checkpointing: bool = False
+    encoders_off: bool = False
+    vae_off: bool = False
 
 
 def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None]:
@@ -125,7 +129,12 @@ def parse_trained_steps(text: str, steps: int) -> tuple[TrainedSteps, int | None
 
 
 def check_settings(s: Settings) -> None:
-    """One ValueError naming the option and its value for the first setting that cannot be."""
+    """One ValueError naming the option and its value for the first setting that cannot be.
+
+    >>> check_settings(Settings(steps=0))
+    Traceback (most recent call last):
+    ValueError: --steps must be an integer >= 1, got 0
+    """
     for name, known in (
         ("task", TASKS),
         ("algorithm", tuple(ALGORITHMS)),
@@ -134,7 +143,7 @@ def check_settings(s: Settings) -> None:
     ):
         value = getattr(s, name)
         if value not in known:
-            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+            raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}")
     require_count("--lora-rank", s.lora_rank, low=0)
     for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
@@ -208,7 +217,10 @@ def _check_draft(s: Settings) -> None:
 
 
 def make_draft(s: Settings, model: Any) -> Any:
-    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none."""
+    """`sol_rl`'s draft of this model: params -> (velocity, params). ValueError: nothing to convert, names that meet none.
+
+    No example: needs a pipeline.
+    """
     quantize, skip = DRAFTS[s.draft], [name.strip() for name in s.draft_skip.split(",") if name.strip()]
     if quantize is None or getattr(model, "module", None) is None:  # the toy of the rehearsal has no layers
         return lambda params: (model.velocity, params)
@@ -223,7 +235,10 @@ def make_draft(s: Settings, model: Any) -> Any:
 
 
 def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
-    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself."""
+    """The algorithm inside `sol_rl` where the settings ask for one, with this draft (`make_draft`), else itself.
+
+    No example: needs a draft.
+    """
     if s.draft == "none":
         return algorithm
     options: dict[str, Any] = {"draft_steps": s.draft_steps, "audit_every": s.audit_every, "chunk": s.rollout_chunk}
@@ -232,7 +247,12 @@ def drafted(algorithm: Algorithm, s: Settings, draft: Any) -> Algorithm:
 
 def make_algorithm(s: Settings) -> Algorithm:
     """The named algorithm with the run's trained steps and radius, where it has those; auto steps are ART's as tuned for
-    this loop, and the published ones of every other algorithm. ValueError: an option that the algorithm does not have."""
+    this loop, and the published ones of every other algorithm. ValueError: an option that the algorithm does not have.
+
+    >>> make_algorithm(Settings(algorithm="nft", radius=0.5))
+    Traceback (most recent call last):
+    ValueError: --radius 0.5: nft has no trust region
+    """
     candidates, per_sample = parse_trained_steps(s.trained_steps, s.steps)
     if s.algorithm == "art_flash" and s.trained_steps == "auto":
         return art_flash(noisiest=min(4, s.steps), radius=s.radius)
@@ -255,7 +275,12 @@ def make_algorithm(s: Settings) -> Algorithm:
 
 def rehearse(algorithm: Algorithm, s: Settings) -> None:
     """One iteration on the closed-form toy, milliseconds: windows and steps that do not fit are refused here, not after
-    the first rollout of the real model. ValueError: as the algorithm's."""
+    the first rollout of the real model. ValueError: as the algorithm's.
+
+    >>> rehearse(make_algorithm(Settings(algorithm="mix_grpo")), Settings(algorithm="mix_grpo", steps=4))
+    Traceback (most recent call last):
+    ValueError: a window of size 4 at start 0 passes the last allowed step 2 of 4
+    """
     toy_task = import_module("diffrl.tasks.toy")
     model = toy_task.toy_model()
     optimizer = torch.optim.SGD(list(model.params.values()), lr=0.0)
@@ -281,7 +306,12 @@ class Judge:
 
 
 def judge_text(reward: "rewards.TextReward", images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor, list]:
-    """(rewards " b", exact matches " b", readings) from one reading of the images."""
+    """(rewards " b", exact matches " b", readings) from one reading of the images.
+
+    >>> reader = rewards.ocr(engine=lambda pictures: ["12"])
+    >>> judge_text(reader, torch.zeros(1, 8, 8, 3, dtype=torch.uint8), ['the number "13"'])
+    (tensor([0.5000]), tensor([0.]), ['12'])
+    """
     readings = reward.read(images)
     targets = [reward.target(prompt) for prompt in prompts]
     values = torch.tensor([rewards.text_similarity(r, t) for r, t in zip(readings, targets, strict=True)])
@@ -301,7 +331,10 @@ class Bench(NamedTuple):
 
 
 def build(s: Settings) -> Bench:
-    """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written."""
+    """Model with a fresh seeded adapter, prompts, reward and algorithm. ValueError or ImportError, nothing written.
+
+    No example: needs a pipeline.
+    """
     check_settings(s)
     algorithm = make_algorithm(s)
     rehearse(algorithm, s)
@@ -314,8 +347,12 @@ def build(s: Settings) -> Bench:
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
     lora = {"r": s.lora_rank, "lora_alpha": s.lora_alpha} if s.lora_rank else None
-    model = from_pipeline(pipe, lora=lora, **options)
+    model = from_pipeline(pipe, lora=lora, gradient_checkpointing=s.gradient_checkpointing, **options)
     encode(model, prompts[:1], None if images is None else images[:1])  # missing or unwanted images are refused here
+    if s.encoders_off:
+        encoders_off(model, pipe, prompts, images)
+    if s.vae_off:
+        model = vae_off(model, pipe, device=s.device)
     draft = make_draft(s, model)
     return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images)
 
@@ -342,7 +379,12 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """One prompt per non-empty line. ValueError: no such file, no prompts."""
+    """One prompt per non-empty line. ValueError: no such file, no prompts.
+
+    >>> read_prompts("absent.txt")
+    Traceback (most recent call last):
+    ValueError: --prompts 'absent.txt' is no file
+    """
     if not Path(path).is_file():
         raise ValueError(f"--prompts {path!r} is no file")
     try:
@@ -357,7 +399,7 @@ def read_prompts(path: str) -> list[str]:
 
 def read_images(path: str, prompts: int) -> list[Any]:
     """One picture per line of the file, a file name each (relative to that file), in the order of the prompts. ValueError:
-    no such file, another number than prompts, what Pillow cannot read."""
+    no such file, another number than prompts, what Pillow cannot read. No example: reads pictures."""
     from PIL import Image
 
     if not Path(path).is_file():
@@ -400,7 +442,13 @@ def evaluate(
     images: Sequence[Any] | None = None,
 ) -> Evaluation:
     """`samples` images of every prompt at the held-out seeds (the same in every run), by the plain ODE sampler. images: the
-    start image of each prompt, for image-to-video."""
+    start image of each prompt, for image-to-video.
+
+    >>> from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+    >>> found = evaluate(toy_model(), PROMPTS, toward_compass, steps=4, samples=2)
+    >>> tuple(found.images.shape), found.prompts[:3]
+    ((8, 2), ['north', 'north', 'east'])
+    """
     params = model.params if params is None else params
     device = next(iter(model.params.values())).device
     seeds = sample_seeds(HELD_OUT_SEED, 0, range(len(prompts)), samples).flatten().to(device)

@@ -171,12 +171,16 @@ class _Split:
         """Ask `lend`; generate what it answers on the trainer. False: it answered 0."""
         batch, answer = self.this, self.lend(self.bubble(), self.schedule, self.cost)
         left = len(self.groups) - batch.place
-        if isinstance(answer, bool) or not hasattr(answer, "__index__") or not 0 <= operator.index(answer) <= left:
+        try:
+            n = -1 if isinstance(answer, bool) else operator.index(answer)
+        except TypeError:
+            n = -1
+        if not 0 <= n <= left:
             raise ValueError(f"lend must return an integer in 0..{left}, got {answer!r}")
-        if not answer:
+        if not n:
             return False
-        claimed = range(batch.place, batch.place + answer)
-        batch.place += answer
+        claimed = range(batch.place, batch.place + n)
+        batch.place += n
         self.trainer("switch", self.cost.switch)
         for fragment in claimed:
             self.trainer("help", self.help[fragment], fragment, self.published)
@@ -223,6 +227,9 @@ def _stage_seconds(schedule: Schedule, cost: CostModel) -> tuple[list[float], li
     }
     sizes = [len(f.samples) for f in schedule.fragments]
     each = {n: (cost.generator_seconds(n), cost.reward_seconds(n), cost.trainer_seconds(n, **how)) for n in set(sizes)}
+    whole = math.fsum(seconds / len(sizes) for n in sizes for seconds in each[n])
+    if not math.isfinite(whole * len(sizes)):
+        raise ValueError(f"the seconds of one step must be finite, got {each} per (generate, reward, train) by samples")
     generate, reward, train = zip(*(each[n] for n in sizes), strict=True)
     return list(generate), list(reward), list(train)
 
@@ -273,7 +280,14 @@ def simulate(schedule: Schedule, cost: CostModel, *, steps: int = 1, lend: Lend 
     `lend(bubble, schedule, cost)`; 0: wait, and do not ask again until a fragment has been trained; n: switch, generate the
     next n unclaimed fragments, restore. Colocated: one resource does it all in order, with `cost.colocated()`.
 
-    ValueError: steps < 1; schedule.tag without cost.helper; an answer of `lend` outside 0..len(unclaimed).
+    ValueError: steps < 1; schedule.tag without cost.helper; an answer of `lend` outside 0..len(unclaimed); seconds whose sum
+    is not finite.
+
+    >>> from diffrl.costs import Pool, TrainCost
+    >>> from diffrl.schedules import Fragment
+    >>> schedule = Schedule((Fragment(0, (0, 1)),), 2)  # one fragment: 2 x 1 s, then 2 x 2 s
+    >>> simulate(schedule, CostModel(1.0, TrainCost(0.0, 2.0), Pool(1), Pool(1))).makespan
+    6.0
     """
     if not isinstance(schedule, Schedule) or not isinstance(cost, CostModel):
         raise ValueError(f"a Schedule and a CostModel are needed, got {schedule!r:.60} and {cost!r:.60}")

@@ -26,9 +26,11 @@ from diffrl.training_checks import (
     check_credit,
     check_optimizer,
     check_reward,
+    check_rows,
     checked_groups,
     checked_prompts,
     checked_reference,
+    numbers_by_name,
 )
 from diffrl.types import Algorithm, Batch, Cond, Gridded, Params, Reward, Trajectory, Window
 from diffrl.windows import Score, encode, prompts_of_iteration, split_within_prompt, window_of
@@ -98,12 +100,12 @@ class PlainStages:
         if not isinstance(made, Trajectory):
             raise ValueError(f"generate must return a Trajectory, got {type(made).__name__} {made!r:.80}")
         for name in ("x_0", "x_t", "x_next", "v", "std", "log_prob", "seeds"):
-            _require_rows(f"generate's {name}", getattr(made, name), (len(rows),), absent=name != "x_0")
+            check_rows(f"generate's {name}", getattr(made, name), (len(rows),), absent=name != "x_0")
         return made
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
         rewards = self.workers.score(trajectory, self._cond(rows))
-        _require_rows("score", rewards, (len(rows),))
+        check_rows("score", rewards, (len(rows),))
         if rewards.ndim != 1 or not rewards.is_floating_point():
             raise ValueError(
                 f"score must return floating-point numbers ({len(rows)},), got {rewards.dtype} {tuple(rewards.shape)}"
@@ -111,22 +113,23 @@ class PlainStages:
         return rewards.detach()
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
+        """`workers.credit` of whole groups, one row per sample: as it is named, or "" for one without names."""
         g, k = rewards.shape
         signal = self.workers.credit(rewards, trajectory.x_0.reshape(g, k, *trajectory.x_0.shape[1:]))
         named = signal if isinstance(signal, Mapping) else {"": signal}
         for name, value in named.items():
-            _require_rows(f"credit{f'[{name!r}]' if name else ''}", value, (g, k))
+            check_rows(f"credit{f'[{name!r}]' if name else ''}", value, (g, k))
         return {name: value.reshape(g * k, *value.shape[2:]) for name, value in named.items()}
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
         told = signal[""] if signal.keys() == {""} else signal
         return [
-            (_numbers("accumulate", self.workers.accumulate(trajectory, told, pack, total)), len(pack))
+            (numbers_by_name("accumulate", self.workers.accumulate(trajectory, told, pack, total)), len(pack))
             for pack in packs
         ]
 
     def commit(self, step: int, update: int) -> dict[str, float]:
-        return _numbers("commit", self.workers.commit())
+        return numbers_by_name("commit", self.workers.commit())
 
     def snapshot(self) -> Params:
         params = self.workers.snapshot()
@@ -142,23 +145,6 @@ class PlainStages:
 
     def zero(self) -> None:
         self.workers.suspend()
-
-
-def _require_rows(name: str, value: Any, lead: tuple[int, ...], *, absent: bool = False) -> None:
-    """ValueError unless a tensor whose first axes are `lead`; absent: or None."""
-    if value is None and absent:
-        return
-    if not isinstance(value, Tensor) or tuple(value.shape[: len(lead)]) != lead:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"
-        raise ValueError(f"{name} must be a tensor with leading axes {lead}, got {got}")
-
-
-def _numbers(name: str, told: Any) -> dict[str, float]:
-    """Metrics as floats; {} of None. ValueError: no numbers by name."""
-    try:
-        return {str(key): float(value) for key, value in dict(told or {}).items()}
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{name} must return numbers by name, or None, got {told!r:.80}") from None
 
 
 class AlgorithmStages:
@@ -264,6 +250,7 @@ class AlgorithmStages:
             require_separable_credit(self.algorithm, steps=self.steps, group_size=self.k)
 
     def generate(self, step: int, params: Params, rows: Sequence[int]) -> Trajectory:
+        """The trajectory of these rows of step `step` under `params`, collected as whole groups where they are some."""
         _, cond, seeds = self._batch(step)
         first = int(seeds[0, 0])  # what a window is drawn from that every fragment shares
         groups = _groups_of(rows, self.k)
@@ -278,13 +265,14 @@ class AlgorithmStages:
             return self.algorithm.collect(sampler, params, cond, seeds, _unscored).trajectory
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
-        """Rewards " b"; of a reward of j parts " b 1+j", the parts after their sum."""
+        """The rewards of these rows, one each, nan where there is none; of j parts " b 1+j", the parts after their sum."""
         score = Score(self.model.decode, self.reward, self._batch(step)[0])
         with torch.no_grad():
             rewards = score(trajectory.x_0, torch.tensor(rows) // self.k)
         return rewards if score.parts is None else torch.cat([rewards[:, None], score.parts], dim=1)
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
+        """What the algorithm's credit tells these whole groups, given their rewards " g k"; one row per sample."""
         cond = {name: value[list(groups)] for name, value in self._batch(step)[1].items()}
         batch = Batch(trajectory, rewards, cond)
         if rewards.ndim == 3:
@@ -295,6 +283,7 @@ class AlgorithmStages:
         return told
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
+        """Add the gradient of each pack's share of `total` states; (metrics, states) of each. pairs: (row, timestep)."""
         cond = {n: v[(torch.tensor(rows) // self.k).to(v.device)] for n, v in self._batch(step)[1].items()}
         window = Window(trajectory, sums_of(rewards), cond, signal, self.reference)
         objective, told = self.algorithm.objective, []
@@ -319,6 +308,8 @@ class AlgorithmStages:
         return told
 
     def commit(self, step: int, update: int) -> dict[str, float]:
+        """One optimizer step on what was accumulated; after a batch's last one the behaviour params follow. ValueError: a
+        gradient norm that is not finite."""
         params = list(self.model.params.values())
         limit = torch.inf if self.grad_clip is None else self.grad_clip
         with self._alone():
@@ -336,6 +327,7 @@ class AlgorithmStages:
         return _copies(self.behaviour)
 
     def suspend(self) -> object:
+        """The accumulated gradient, on the CPU, while the params' own is zeroed; `resume` puts it back."""
         held = {name: p.grad for name, p in self.model.params.items()}
         self.zero()
         return {name: None if grad is None else grad.to("cpu") for name, grad in held.items()}
@@ -408,7 +400,12 @@ def _toy_batch(algorithm: Algorithm, steps: int, k: int) -> tuple[Callable[[Any,
 
 
 def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
-    """How many timesteps of each sample the objective trains, of a rollout of `steps` steps. Asked of the toy."""
+    """How many timesteps of each sample the objective trains, of a rollout of `steps` steps. Asked of the toy.
+
+    >>> from diffrl.algorithms import art, flow_grpo
+    >>> trained_timesteps(art(), steps=10), trained_timesteps(flow_grpo(), steps=10)
+    (10, 9)
+    """
     collect, seeds = _toy_batch(algorithm, steps, 2)
     kept = collect([0], seeds[:1]).trajectory.std.shape[1]
     size = algorithm.objective.steps_per_sample  # type: ignore[attr-defined]
@@ -417,7 +414,13 @@ def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
 
 def require_separable_collect(algorithm: Algorithm, *, steps: int, group_size: int, whole_groups: bool) -> None:
     """ValueError unless a sample is the same whoever is collected with it: other groups where whole_groups, anybody
-    otherwise. Asked of the toy, milliseconds."""
+    otherwise. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import dance_grpo  # whose samples all start from the first one's noise
+    >>> require_separable_collect(dance_grpo(), steps=4, group_size=2, whole_groups=False)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: this algorithm's collect looks beyond a sample: ...
+    """
     collect, seeds = _toy_batch(algorithm, steps, group_size)
     whole = collect([0, 1, 2], seeds).trajectory
     if whole_groups:
@@ -439,7 +442,13 @@ def require_separable_collect(algorithm: Algorithm, *, steps: int, group_size: i
 
 
 def require_separable_credit(algorithm: Algorithm, *, steps: int, group_size: int) -> None:
-    """ValueError unless a group is told the same whichever groups are with it. Asked of the toy, milliseconds."""
+    """ValueError unless a group is told the same whichever groups are with it. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import flow_grpo  # which divides by the std of the whole batch
+    >>> require_separable_credit(flow_grpo(), steps=4, group_size=2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: this algorithm's credit['advantage'] looks at other groups too ...
+    """
     group_size = max(group_size, 16)  # few samples have few pairings: another draw may be the same
     collect, seeds = _toy_batch(algorithm, steps, group_size)
     batch = collect([0, 1, 2], seeds)
@@ -458,7 +467,12 @@ def require_separable_credit(algorithm: Algorithm, *, steps: int, group_size: in
 
 
 def require_separable_objective(algorithm: Algorithm, *, steps: int, group_size: int) -> None:
-    """ValueError unless the loss of a sample is the same whoever shares its forward. Asked of the toy, milliseconds."""
+    """ValueError unless the loss of a sample is the same whoever shares its forward. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import art
+    >>> require_separable_objective(art(), steps=4, group_size=2) is None
+    True
+    """
     collect, seeds = _toy_batch(algorithm, steps, group_size)
     batch = collect([0, 1, 2], seeds)
     credit = algorithm.credit(batch)

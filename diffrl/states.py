@@ -34,7 +34,15 @@ class States(NamedTuple):
 
 def window_states(window: Window, *, steps_per_sample: StepsPerSample = None) -> States:
     """Every kept step of every sample of the window, or a seeded random `steps_per_sample` of them per trajectory (a
-    number, or a function of how many are kept); of `window.pairs`, where it is given, exactly those."""
+    number, or a function of how many are kept); of `window.pairs`, where it is given, exactly those.
+
+    >>> from diffrl.types import Trajectory
+    >>> x, t = torch.zeros(2, 2, 1), torch.tensor([0.5, 0.25])  # two samples, two kept steps
+    >>> walk = Trajectory(x[0], x, x, x, t, t / 2, x[..., 0], x[..., 0], None)
+    >>> s = window_states(Window(walk, torch.zeros(2), {}, {}))
+    >>> s.rows.tolist(), s.t.tolist()
+    ([0, 0, 1, 1], [0.5, 0.25, 0.5, 0.25])
+    """
     tr = window.trajectory
     if window.pairs is None:
         pairs = trained_pairs(window, steps_per_sample=steps_per_sample)
@@ -60,7 +68,13 @@ def window_states(window: Window, *, steps_per_sample: StepsPerSample = None) ->
 
 def trained_pairs(window: Window, *, steps_per_sample: StepsPerSample = None) -> Int[Tensor, " w 2"]:
     """(row, column) of every state that an objective with these steps_per_sample trains, sample-major; whatever
-    `window.pairs` says."""
+    `window.pairs` says.
+
+    >>> from diffrl.types import Trajectory
+    >>> walk = Trajectory(*[None] * 4, torch.tensor([0.5, 0.25]), None, torch.zeros(2, 2), None, None)
+    >>> trained_pairs(Window(walk, torch.zeros(2), {}, {})).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
     tr = window.trajectory
     b, s = tr.std.shape
     size = steps_per_sample(s) if callable(steps_per_sample) else steps_per_sample
@@ -90,7 +104,14 @@ def _checked_pairs(pairs: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool[Tensor, " w"]]:
     """(states, which of them hold numbers): those of samples without reward that do not become 0, since nan times a
-    gradient of 0 is nan."""
+    gradient of 0 is nan.
+
+    >>> x, row = torch.tensor([[torch.nan]]), torch.tensor([0])
+    >>> s = States(x, x, x, *[None] * 4, row, {}, row, x)
+    >>> clean, usable = finite_states(s, torch.tensor([False]))
+    >>> clean.x_t, usable
+    (tensor([[0.]]), tensor([False]))
+    """
     latents = (s.x_t, s.x_next, s.v_old, s.x_0)
     finite = torch.stack([torch.isfinite(x).reshape(len(s.rows), -1).all(1) for x in latents]).all(0)
     usable = rewarded[s.rows] | finite
@@ -99,35 +120,63 @@ def finite_states(s: States, rewarded: Bool[Tensor, " b"]) -> tuple[States, Bool
 
 
 def has_reward(window: Window) -> Bool[Tensor, " b"]:
-    """The credit's "has_reward", else where the window's rewards are finite."""
+    """The credit's "has_reward", else where the window's rewards are finite.
+
+    >>> has_reward(Window(None, torch.tensor([0.5, torch.nan]), {}, {}))
+    tensor([ True, False])
+    """
     return window.credit.get("has_reward", torch.isfinite(window.rewards))
 
 
 def credit_of(window: Window, name: str) -> Tensor:
-    """What the credit says under this name. ValueError: it does not (pieces of two families do not fit together)."""
+    """What the credit says under this name. ValueError: it does not (pieces of two families do not fit together).
+
+    >>> credit_of(Window(None, torch.zeros(1), {}, {"direction": torch.zeros(1, 2)}), "advantage")
+    Traceback (most recent call last):
+    ValueError: this objective reads credit['advantage'], and the credit has ['direction']
+    """
     if name not in window.credit:
         raise ValueError(f"this objective reads credit[{name!r}], and the credit has {sorted(window.credit)}")
     return window.credit[name]
 
 
 def loss_weights(window: Window, keep: Bool[Tensor, " w"] | Float[Tensor, " w"], rows: Int[Tensor, " w"]) -> Tensor:
-    """keep as it is, or times the credit's loss weight of each sample."""
+    """keep as it is, or times the credit's loss weight of each sample.
+
+    >>> window = Window(None, torch.zeros(2), {}, {"weight": torch.tensor([0.5, 2.0])})
+    >>> loss_weights(window, torch.tensor([True, False, True]), torch.tensor([0, 0, 1]))
+    tensor([0.5000, 0.0000, 2.0000])
+    """
     weight = window.credit.get("weight")
     return keep if weight is None else keep * weight[rows]
 
 
 def share_of(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> float:
-    """The share of `among` that is also `what`; 0 of none."""
+    """The share of `among` that is also `what`; 0 of none.
+
+    >>> share_of(torch.tensor([True, True, False]), torch.tensor([True, False, True]))
+    0.5
+    """
     return float((what & among).sum() / among.sum().clamp_min(1))
 
 
 def drift_rms(v: Tensor, v_old: Tensor, usable: Tensor) -> float:
-    """rms(v - v_old) over the usable states."""
+    """rms(v - v_old) over the usable states.
+
+    >>> v, v_old = torch.tensor([[3.0, 0.0], [9.0, 9.0]]), torch.tensor([[0.0, 3.0], [0.0, 0.0]])
+    >>> drift_rms(v, v_old, torch.tensor([True, False]))
+    3.0
+    """
     return float(latent_mean((v.detach() - v_old.detach()) ** 2)[usable].mean().sqrt())
 
 
 def by_step(name: str, values: Float[Tensor, " w"], s: States, usable: Bool[Tensor, " w"]) -> Metrics:
-    """The mean of `values` at each step of the grid: {"name/t=0.900": ...}."""
+    """The mean of `values` at each step of the grid: {"name/t=0.900": ...}.
+
+    >>> s = States(*[None] * 3, torch.tensor([0.5, 0.25, 0.5]), *[None] * 5, torch.tensor([0, 1, 0]), None)
+    >>> by_step("std", torch.tensor([1.0, 5.0, 3.0]), s, torch.ones(3, dtype=torch.bool))
+    {'std/t=0.500': 2.0, 'std/t=0.250': 5.0}
+    """
     found = {}
     for j in s.columns.unique().tolist():
         here = (s.columns == j) & usable
@@ -137,7 +186,13 @@ def by_step(name: str, values: Float[Tensor, " w"], s: States, usable: Bool[Tens
 
 
 def reference_velocity(velocity: Velocity, window: Window, s: States) -> Tensor:
-    """v at the same states under the reference params, without gradient."""
+    """v at the same states under the reference params, without gradient.
+
+    >>> window = Window(None, torch.zeros(1), {}, {})
+    >>> reference_velocity(lambda params, x_t, t, cond: x_t, window, None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: beta > 0 regularises toward reference params: window.reference is None ...
+    """
     if window.reference is None:
         raise ValueError(
             "beta > 0 regularises toward reference params: window.reference is None (train keeps one where the Algorithm has needs_reference=True)"
@@ -147,6 +202,11 @@ def reference_velocity(velocity: Velocity, window: Window, s: States) -> Tensor:
 
 
 def require_steps_per_sample(steps_per_sample: StepsPerSample) -> None:
-    """ValueError unless None, a function, or a count."""
+    """ValueError unless None, a function, or a count.
+
+    >>> require_steps_per_sample(0)
+    Traceback (most recent call last):
+    ValueError: steps_per_sample must be an integer >= 1, got 0
+    """
     if steps_per_sample is not None and not callable(steps_per_sample):
         require_count("steps_per_sample", steps_per_sample)

@@ -12,7 +12,13 @@ from diffrl.types import Trajectory
 
 
 def concatenated(parts: Sequence[Trajectory]) -> Trajectory:
-    """The rows of several trajectories on one grid, one after the other. ValueError: kept steps that differ."""
+    """The rows of several trajectories on one grid, one after the other. ValueError: kept steps that differ.
+
+    >>> x, t = torch.zeros(2, 1, 1), torch.tensor([1.0])
+    >>> part = Trajectory(x[:, 0], x, x, x, t, t / 2, x[..., 0], x[..., 0], None)
+    >>> len(concatenated([part, part]).x_0)
+    4
+    """
     first = parts[0]
     for part in parts[1:]:
         if not torch.equal(part.t, first.t) or not torch.equal(part.t_next, first.t_next):
@@ -27,7 +33,12 @@ def concatenated(parts: Sequence[Trajectory]) -> Trajectory:
 
 
 def rows_of(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
-    """Some rows of a trajectory; all of them in order: the trajectory itself."""
+    """Some rows of a trajectory; all of them in order: the trajectory itself.
+
+    >>> x, t = torch.arange(3.0).reshape(3, 1, 1), torch.tensor([1.0])
+    >>> rows_of(Trajectory(x[:, 0], x, x, x, t, t / 2, x[..., 0], x[..., 0], None), [2, 0]).x_0.tolist()
+    [[2.0], [0.0]]
+    """
     if list(rows) == list(range(len(trajectory.x_0))):
         return trajectory
     picked: dict[str, Any] = {}

@@ -30,6 +30,10 @@ def kl_proxy(
 
     Flow-SDE: m = (D/2)((1-t)/t)(1/eta + eta/2)^2 mean_d d^2 with d = v - v_old; at t = 1: (D/2)(1 - t_next)/eta^2 mean_d d^2.
     Gradient flows through v. ValueError: shapes, times, or a kernel without noise there (Euler; CPS at t_next = 0).
+
+    >>> v = torch.tensor([[0.7]])
+    >>> kl_proxy(v, 0 * v, 1.0, 0.5)  # (1/4)(1/2)/.49 x .49
+    tensor([0.1250])
     """
     require_batch(v=v, v_old=v_old)
     v, v_old = promote(v, v_old.detach())
@@ -71,6 +75,10 @@ def keep_divergence(
 ) -> Bool[Tensor, " b"]:
     """Flow-DPPO's mask (2606.11025): False iff kl >= radius and the ratio already moved the way the advantage pushes
     (rho > 1 and A > 0, or rho < 1 and A < 0). Detached. ValueError: shapes, radius < 0.
+
+    >>> far, ratio = torch.ones(3), torch.tensor([1.1, 1.1, 0.9])
+    >>> keep_divergence(far, ratio, torch.tensor([1.0, -1.0, -1.0]))
+    tensor([False,  True, False])
     """
     b = require_batch(kl=kl, ratio=ratio, advantages=advantages)
     require_rows(b, kl=kl)
@@ -84,6 +92,9 @@ def ema(old: Params, new: Params, *, decay: float) -> dict[str, Tensor]:
 
     A steady drift Delta per update lags by decay Delta/(1 - decay) after it. decay 0: a copy of new; 1: of old.
     ValueError: differing names or shapes, decay outside [0, 1].
+
+    >>> ema({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, decay=0.75)
+    {'w': tensor([1.5000])}
     """
     decay = require_number("decay", decay, low=0, high=1)
     require_same_keys(old=old, new=new)

@@ -36,7 +36,7 @@ class Trajectory(NamedTuple):
     """What a rollout keeps: its end points, and everything needed to replay the kept steps exactly as they were taken.
 
     `v` was predicted under the behaviour params; `log_prob` is the transition's log-density (mean over latent axes) of
-    the stored `x_next`, nan where `std` is 0. `seeds` is None when the rollout was given explicit noise.
+    the stored `x_next`, nan where `std` is 0. `seeds` is None when the rollout was given none.
     """
 
     x_0: Float[Tensor, " b *d"]
@@ -114,7 +114,7 @@ Objective: TypeAlias = Callable[[Velocity, Params, Window], tuple[Tensor, Tensor
 
 
 class Algorithm(NamedTuple):
-    """Four functions and four facts. `updates`: optimizer steps per batch, each on a disjoint window of
+    """Four functions and five facts. `updates`: optimizer steps per batch, each on a disjoint window of
     every prompt's samples. `pool`: seeds drawn per prompt where `collect` needs more than group_size of them.
     `needs_reference`: the objective reads `window.reference`, which the loop then keeps. `memory`: what it remembers between
     updates (`trust_region.AdaptiveRadius`); the loop calls its reset() when training begins, advance() after each update.

@@ -42,7 +42,14 @@ def split_within_prompt(g: int, k: int, updates: int) -> list[Tensor]:
 
 
 def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor, reference: Params | None = None) -> Window:
-    """The given rows of a batch and its credit, cond expanded to one row per sample; reference: params, passed on."""
+    """The given rows of a batch and its credit, cond expanded to one row per sample; reference: params, passed on.
+
+    >>> walk = Trajectory(torch.arange(4.0)[:, None], *[None] * 8)
+    >>> batch = Batch(walk, torch.tensor([[0.0, 1.0], [2.0, 3.0]]), {"prompt": torch.tensor([7, 8])})
+    >>> window = window_of(batch, {}, torch.tensor([1, 2]))
+    >>> window.rewards.tolist(), window.cond["prompt"].tolist()
+    ([1.0, 2.0], [7, 8])
+    """
     k = batch.rewards.shape[1]
     tr = batch.trajectory
     rows = rows.to(tr.x_0.device)
@@ -56,7 +63,12 @@ def window_of(batch: Batch, credit: Mapping[str, Tensor], rows: Tensor, referenc
 
 
 def select_rows(window: Window, rows: Tensor) -> Window:
-    """Some rows of a window (a micro-batch)."""
+    """Some rows of a window (a micro-batch).
+
+    >>> window = Window(Trajectory(torch.arange(3.0)[:, None], *[None] * 8), torch.arange(3.0), {}, {})
+    >>> select_rows(window, torch.tensor([2, 0])).rewards
+    tensor([2., 0.])
+    """
     return Window(
         trajectory=_trajectory_rows(window.trajectory, rows.to(window.trajectory.x_0.device)),
         rewards=window.rewards[rows.to(window.rewards.device)],
@@ -81,6 +93,10 @@ def parts_of(
     ceil(states/pack) parts whose sizes differ by at most one (time-step packing; the sum over parts of share-weighted means
     is the mean over the window). Neither: the whole window. ValueError: both; pack for an objective that does not say
     which states it trains (`objective.steps_per_sample`, as those of this library do); an empty window.
+
+    >>> window = Window(Trajectory(torch.arange(3.0)[:, None], *[None] * 8), torch.arange(3.0), {}, {})
+    >>> [(part.rewards.tolist(), share, whole) for part, share, whole in parts_of(None, window, micro_batch=2)]
+    [([0.0, 1.0], 2, 3), ([2.0], 1, 3)]
     """
     n = len(window.rewards)
     if n == 0:
@@ -114,7 +130,12 @@ def _trajectory_rows(tr: Trajectory, rows: Tensor) -> Trajectory:
 
 
 def encode(model: Any, prompts: Sequence[str], images: Sequence[Any] | Tensor | None = None) -> Cond:
-    """model.encode, moved to the device of the trained tensors. ValueError: not one row per prompt."""
+    """model.encode, moved to the device of the trained tensors. ValueError: not one row per prompt.
+
+    >>> from diffrl.tasks.toy import toy_model
+    >>> encode(toy_model(), ["north", "west"])
+    {'prompt': tensor([0, 3])}
+    """
     device = next(iter(model.params.values())).device
     cond = model.encode(prompts) if images is None else model.encode(prompts, images)
     require_cond(cond, len(prompts))
@@ -177,6 +198,9 @@ def score_images(reward: Reward, images: Tensor, prompts: Sequence[str]) -> Tens
 
     A reward that raises on the batch is asked once per image. ValueError: it raises for every image, or returns
     anything but one number per image.
+
+    >>> score_images(lambda images, prompts: [1 / len(prompt) for prompt in prompts], torch.zeros(2, 1), ["ab", ""])
+    tensor([0.5000,    nan])
     """
     try:
         return _one_number_each(reward(images, list(prompts)), len(prompts))
@@ -213,7 +237,11 @@ def _one_number_each(values: Any, b: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor) -> dict[str, float]:
-    """reward/mean, reward/std (finite rewards only, about the batch mean), reward/missing, groups/dead."""
+    """reward/mean, reward/std (finite rewards only, about the batch mean), reward/missing, groups/dead.
+
+    >>> {name: round(value, 4) for name, value in reward_metrics(torch.tensor([[1.0, 1.0], [0.0, 2.0]])).items()}
+    {'reward/mean': 1.0, 'reward/std': 0.7071, 'reward/missing': 0.0, 'groups/dead': 0.5}
+    """
     values = rewards.double()
     finite = values[torch.isfinite(values)]
     return {
@@ -225,7 +253,11 @@ def reward_metrics(rewards: Tensor) -> dict[str, float]:
 
 
 def params_distance(a: Params, b: Params) -> float:
-    """sqrt(mean over all numbers of (a - b)^2): 0 when the behaviour policy is the live one."""
+    """sqrt(mean over all numbers of (a - b)^2): 0 when the behaviour policy is the live one.
+
+    >>> round(params_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}), 4)  # sqrt(25/2)
+    3.5355
+    """
     if a is b:
         return 0.0
     pairs = [(a[name].detach().to(p.device).double(), p.detach().double()) for name, p in b.items()]

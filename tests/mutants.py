@@ -77,7 +77,7 @@ SAMPLING = [
         ("dance_without_its_score", "pull = eta**2 / 2 * delta / now", "pull = 0 * eta**2 / 2 * delta / now"),
         ("dance_eta_not_squared", "pull = eta**2 / 2", "pull = eta / 2"),
         ("cps_without_cosine", "kept = then * math.cos(eta * math.pi / 2)", "kept = then * math.sqrt(1 - eta**2)"),
-        ("latent_mean_in_half", "Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D).\"\"\"\n    (x,) = promote(x)\n", "Mean.\"\"\"\n"),
+        ("latent_mean_in_half", "(x,) = promote(x)\n    return x.flatten(1).mean(1)", "return x.flatten(1).mean(1)"),
         ("latent_sum_of_the_last_axis", "x.flatten(1).sum(1)", "x.flatten(1).sum(1) / x.shape[1]"),
         ("log_prob_without_normaliser", " - torch.log(safe) - math.log(2 * math.pi) / 2", ""),
         ("log_prob_without_the_2", "/ (2 * safe**2)", "/ safe**2"),
@@ -1100,7 +1100,7 @@ SCHEDULING = [
         ("shard_by_samples", "q = -(-samples * timesteps // ranks) if shard_pairs", "q = -(-samples // ranks) * timesteps if shard_pairs"),
         ("packs_without_their_overhead", "-(-q // pack) * self.train.a", "self.train.a"),
         ("colocated_at_the_faster_speed", "min(self.generator.speed, self.trainer.speed)", "max(self.generator.speed, self.trainer.speed)"),
-        ("fit_takes_the_worse_edge", "return min(edges", "return max(edges"),
+        ("fit_takes_the_worse_edge", "a, b = min(edges", "a, b = max(edges"),
         ("bound_helper_always_narrower", "width = min(width, cost.helper)", "width = cost.helper"),
         ("bound_unpacked", "cost.train.a / schedule.pack", "cost.train.a"),
         ("stale_cycle_not_halved", "(j * g + tail[j]) / 2", "(j * g + tail[j])"),
@@ -1144,7 +1144,9 @@ SCHEDULING = [
         ("search_ignores_busy_workers", "start = max(time, state.workers.pop(0))", "start = time"),
         ("search_forgets_the_switch", "state.now += self.stages.switch", "pass"),
         ("key_of_the_queue_alone", "return self.now, self.place, self.flying, self.free, readiness, tuple(self.workers)", "return self.place, self.flying"),
-        ("scoring_bound_above_what_can_be_reached", "scored = max(workers[0], arrival) + reward", "scored = max(workers[0], arrival) + 3 * reward"),
+        ("scoring_bound_above_what_can_be_reached", "scored = max(workers[0], arrival) + rewards[0]", "scored = max(workers[0], arrival) + 3 * rewards[0]"),
+        ("arrivals_of_the_shortest_helps_alone", "for f in rest[: m + 1])", "for f in rest[:m][-1:])"),
+        ("arrivals_of_a_generator_that_works_twice", "made[m - q - flying]", "2 * made[m - q - flying]"),
         ("search_helps_at_the_generator_s_pace", "self.help = [cost.helper_seconds(n) for n in sizes]", "self.help = self.generate"),
         ("search_without_barrier", "barrier=schedule.barrier", "barrier=False"),
         ("fragment_twice_accepted", "if len(set(named)) != len(named):", "if False:"),
@@ -1163,7 +1165,9 @@ EXECUTOR_MUTANTS = [
     *mutants_of(
         "plots.py",
         "test_plots.py",
-        ("gantt_hides_staleness", 'hatch="////" if stale else None', "hatch=None"),
+        ("gantt_hides_staleness", 'hatch = "////" if stale else None', "hatch = None"),
+        ("gantt_legend_in_one_row", "ncols=5 if len(traces) == 1 and len(kinds) > 5 else 9", "ncols=9"),
+        ("gantt_edges_eat_the_bars", "linewidth=min(0.5, 0.1 * points)", "linewidth=0.5"),
         ("utilisation_is_idleness", "1 - idle / trace.makespan for", "idle / trace.makespan for"),
     ),
     *mutants_of(
@@ -1267,6 +1271,135 @@ EXECUTOR_MUTANTS = [
     ),
 ]
 
+COMMAND_LINE = (
+    mutants_of(
+        "cli_text.py",
+        "test_cli.py",
+        (
+            "cli:colour_in_spite_of_no_color",
+            'if shown and not os.environ.get("NO_COLOR") else text',
+            "if shown else text",
+        ),
+        (
+            "cli:no_suggestion_for_an_option",
+            'return f" (did you mean {bare[found.group(1)]}?)" if found else ""',
+            'return ""',
+        ),
+        (
+            "cli:steps_of_one_update",
+            '"optimizer_steps": algorithm.updates * (s.iterations - start),',
+            '"optimizer_steps": s.iterations - start,',
+        ),
+    )
+    + mutants_of(
+        "cli.py",
+        "test_cli.py",
+        ("cli:a_failed_run_is_wrong_usage", "return _failed(name, begun, 1)", "return _failed(name, begun, 2)"),
+        (
+            "cli:prints_between_the_lines",
+            "with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():",
+            "with contextlib.nullcontext():",
+        ),
+        (
+            "cli:nan_in_json",
+            "return None if isinstance(value, float) and not math.isfinite(value) else value",
+            "return value",
+        ),
+    )
+    + mutants_of(
+        "settings.py",
+        "test_cli.py",
+        (
+            "cli:checkpointing_forgotten",
+            "lora=lora, gradient_checkpointing=s.gradient_checkpointing, **options",
+            "lora=lora, **options",
+        ),
+    )
+    + mutants_of(
+        "folders.py",
+        "test_folders.py",
+        ("folders:edits_unnoticed", "if then != now:", "if False:"),
+        ("folders:prompts_run_together", '"\\n".join(lines).encode()', '"".join(lines).encode()'),
+        (
+            "folders:pictures_by_name_alone",
+            "name.encode() + hashlib.sha256((listed.parent / name).read_bytes()).digest()",
+            "name.encode()",
+        ),
+    )
+    + mutants_of(
+        "run.py",
+        "test_run.py",
+        (
+            "run:bar_of_the_mean",
+            'masked = f"masked_fraction/update_{last_update([row])}"',
+            'masked = "masked_fraction"',
+        ),
+        ("run:first_evaluation_not_counted", "return later + (start == 0)", "return later"),
+    )
+    + mutants_of("run.py", "test_tracking.py", ("run:pictures_told_again", "            seen = {}\n", ""))
+    + mutants_of(
+        "tracking.py",
+        "test_tracking.py",
+        (
+            "tracking:nan_is_a_number",
+            "if value is None or not math.isfinite(value):",
+            "if value is None:",
+        ),
+        ("tracking:closed_is_open", "            self._open = False\n", ""),
+        ("tracking:first_frame", "value[:, value.shape[1] // 2]", "value[:, 0]"),
+        (
+            "tracking:one_failing_close_ends_all",
+            '                closing.callback(getattr(log, "close", lambda: None))',
+            '                getattr(log, "close", lambda: None)()',
+        ),
+    )
+    + mutants_of(
+        "memory.py",
+        "test_memory.py",
+        (
+            "memory:first_prompt_alone",
+            "for i, prompt in enumerate(prompts):",
+            "for i, prompt in enumerate(prompts[:1]):",
+        ),
+        (
+            "memory:a_failing_vae_stays",
+            "        finally:\n            vae.to(to)",
+            "        finally:\n            pass",
+        ),
+    )
+    + mutants_of(
+        "checks.py", "test_checks.py", ("nearest_by_case", "words = {name.lower(): name for", "words = {name: name for")
+    )
+    + mutants_of(
+        "plots.py",
+        "test_plots.py",
+        ("last_update_is_the_first", "return max((int(n.removeprefix", "return min((int(n.removeprefix"),
+    )
+)
+
+ODD_WORKER_MUTANTS = [
+    *mutants_of(
+        "stages.py",
+        "test_odd_workers.py",
+        ("every_fragment_has_its_own_window", "first = int(seeds[0, 0])", "first = None"),
+        ("parts_are_forgotten", "return rewards if score.parts is None else", "return rewards if True else"),
+        ("the_state_given_is_trained", 'copy.deepcopy(state["optimizer"])', 'state["optimizer"]'),
+        ("a_reward_waits_for_the_module", "        if found is not None:", "        if False:"),
+    ),
+    *mutants_of(
+        "conductor.py",
+        "test_odd_workers.py",
+        ("what_cannot_be_judged_ends_the_run", "isinstance(error, NoReward) and", "False and"),
+        ("a_thought_outlives_its_run", "            wait([self.thinking], timeout=seconds)", "            pass"),
+    ),
+    *mutants_of(
+        "ray_backend.py",
+        "test_ray_backend.py",
+        ("plain_workers_begin_anew", "if self.commits and not hasattr", "if False and not hasattr"),
+    ),
+]
+
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -1289,6 +1422,8 @@ MUTANTS = [
     *LATE,
     *SCORER_MUTANTS,
     *EXECUTOR_MUTANTS,
+    *COMMAND_LINE,
+    *ODD_WORKER_MUTANTS,
 ]
 
 
@@ -1298,6 +1433,8 @@ def copy_to(folder: Path, source: Path = ROOT) -> None:
     for name in ("diffrl", "tests"):
         shutil.copytree(source / name, folder / name, ignore=skip)
     shutil.copy(source / "pyproject.toml", folder)
+    (folder / "docs").mkdir()
+    shutil.copy(source / "docs" / "metrics.md", folder / "docs")
 
 
 def apply(mutant: Mutant, folder: Path) -> None:

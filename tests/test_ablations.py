@@ -15,8 +15,10 @@ sys.path.insert(0, str(ROOT / "ablations"))
 
 import common  # noqa: E402
 
-from diffrl.algorithms import Algorithm  # noqa: E402
+from diffrl.algorithms import Algorithm, art  # noqa: E402
+from diffrl.sampling import sample_seeds  # noqa: E402
 from diffrl.tasks.toy import toy_model  # noqa: E402
+from diffrl.types import Gridded  # noqa: E402
 
 SCRIPTS = sorted(p.stem for p in (ROOT / "ablations").glob("*.py") if p.stem not in ("common", "letters"))
 WITH_PIECES = [name for name in SCRIPTS if name != "force"]
@@ -163,3 +165,46 @@ def test_the_letters_of_a_number():
 def test_control_a_normal_interval_is_too_narrow_for_three_seeds():
     values = [0.1, 0.5, 0.4]
     assert common.interval(values)[1] > 2 * 1.96 * stats.sem(values)
+
+
+# ---- staleness
+
+
+def _collected(algorithm, shifts):
+    """The toy's batches at params shifted by each of `shifts`, one after the other."""
+    model, seeds = toy_model(), sample_seeds(0, 0, range(4), 3)
+    sampler = Gridded(model.velocity, model.times, 4, (2,))
+    cond = {"prompt": torch.arange(4) % 3}
+    asked = []
+
+    def score(latents, rows):
+        asked.append(rows.tolist())
+        return latents.sum(1) + 10 * rows
+
+    batches = []
+    for shift in shifts:
+        params = {n: p.detach() + shift for n, p in model.params.items()}
+        with torch.no_grad():
+            batches.append(algorithm.collect(sampler, params, cond, seeds, score))
+    return batches, asked
+
+
+@pytest.mark.parametrize("fragments", [0, 1, 2, 4])
+def test_stale_fragments_are_of_the_version_before_and_the_rest_of_this_one(fragments):
+    staleness = importlib.import_module("staleness")
+    late = 3 * fragments  # one prompt of three samples per fragment
+    (first, second), asked = _collected(staleness.stale(art(), fragments), [0.0, 0.5])
+    (old, new), _ = _collected(art(), [0.0, 0.5])
+    assert torch.equal(first.trajectory.x_0, old.trajectory.x_0)  # nothing is older than version 0
+    for name in ("x_0", "v", "x_t", "seeds"):
+        got, a, b = (getattr(batch.trajectory, name) for batch in (second, old, new))
+        assert torch.equal(got[:late], a[:late])
+        assert torch.equal(got[late:], b[late:])
+    assert torch.equal(second.trajectory.t, new.trajectory.t)
+    assert torch.equal(second.rewards.flatten()[late:], new.rewards.flatten()[late:])
+    assert sorted(row for rows in asked[1:] for row in rows) == sorted(3 * list(range(4)))  # no prompt twice
+
+
+def test_control_versions_differ_on_the_toy():
+    (old, new), _ = _collected(art(), [0.0, 0.5])
+    assert not torch.equal(old.trajectory.x_0[:3], new.trajectory.x_0[:3])

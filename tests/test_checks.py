@@ -11,6 +11,7 @@ from strategies import latent_shapes, seeds, time_pairs
 
 from diffrl.checks import (
     column,
+    nearest,
     promote,
     require_batch,
     require_call,
@@ -178,3 +179,15 @@ def test_require_images_and_calls():
         require_call("r", picture, ["a", "b", "c"])
     with refuses("(b h w 3)"):
         require_call("r", video, ["a", "b"], ranks=(4,))
+
+
+def test_the_nearest_word_in_any_case_with_either_dash_and_none_far_away():
+    known = ("art", "flow_grpo", "flow_grpo_fast", "OCR")
+    for word, answer in (
+        ("rat", "art"),
+        ("flow-grpo", "flow_grpo"),
+        ("Flow_GRPO_Fats", "flow_grpo_fast"),
+        ("ocr", "OCR"),
+    ):
+        assert nearest(word, known) == f" (did you mean {answer!r}?)"
+    assert nearest("xyzzy", known) == nearest("art", ()) == ""

@@ -3,6 +3,8 @@
 Negative controls are the tests with `control` in their names.
 """
 
+import io
+import json
 import os
 import re
 import subprocess
@@ -17,9 +19,12 @@ import tqdm
 from small import save_small_pipeline, small_settings, words
 from toys import toy_run
 
+from diffrl import cli, cli_text
 from diffrl import run as run_module
 from diffrl import settings as settings_module
 from diffrl.cli import Parser, main, make_parser, summary
+from diffrl.cli_options import NOT_THE_DOCTOR_S, option_of
+from diffrl.cli_text import announcement, facts, outcome, painted, piece, size, width
 from diffrl.loop import Check, Report
 from diffrl.run import Interrupted
 from diffrl.settings import Bench, Judge, Settings
@@ -60,11 +65,38 @@ def test_help_lists_every_setting_with_its_default(command, capsys):
     assert called(command, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in fields(Settings):
-        default = "none" if field.default in (None, "") else str(field.default)
-        option = re.escape(f"--{field.name.replace('_', '-')} ")
-        assert re.search(rf"{option}[A-Z]+ .*?\(default: {re.escape(default)}\)", text), field.name
-    for option in ("--output", "--resume", "--overwrite", "--no-pictures", "--quiet"):
+        if command == "doctor" and field.name in NOT_THE_DOCTOR_S:
+            assert f"{option_of(field.name)} " not in text
+            continue
+        default = "off" if field.default is False else "none" if field.default in (None, "") else str(field.default)
+        option = re.escape(f"{option_of(field.name)} ")
+        assert re.search(rf"{option}([A-Z]+ )?[a-z].*?\(default: {re.escape(default)}\)", text), field.name
+    for option in ("--output FOLDER", "--resume FOLDER", "--overwrite", "--no-pictures", "--quiet", "--track KIND"):
         assert (option in text) == (command == "train")
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["doctor"], ["plan"], ["pretrain"]])
+def test_help_has_examples_that_parse_exit_codes_and_a_default_for_every_option(command, capsys, monkeypatch):
+    assert called(*command, "--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {code:<4} " in text for code in (0, 1, 2, 130))
+    commands = re.findall(r"^  (?:diffrl|torchrun .*diffrl.cli) (.*)$", text.replace(" \\\n", " "), re.MULTILINE)
+    assert commands
+    for line in commands:
+        make_parser().parse_args(line.partition(" > ")[0].split())
+    options = re.split(r"^  (?=-)", text.split("examples:")[0], flags=re.MULTILINE)[1:]
+    bare = [o.split()[0] for o in options if not re.search(r"\((default: |required\))", " ".join(o.split()))]
+    assert bare == ["-h,"] if command else ["-h,", "--version"]
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_help_is_as_wide_as_the_shell(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert called("train", "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert columns - 15 < max(map(len, lines)) <= columns
+    with pytest.raises(SystemExit):  # control: a broken example is one command all the same
+        make_parser().parse_args(["train", "\\"])
 
 
 def test_a_word_far_from_every_option_gets_no_suggestion(capsys):
@@ -110,12 +142,23 @@ def test_options_are_the_fields_with_their_types_and_defaults():
         (["train", "--iteration", "3"], r"--iteration.*did you mean --iterations\?"),
         (["doctor", "--group-sise", "3"], r"diffrl doctor.*--group-sise.*did you mean --group-size\?"),
         (["pretrain", "digits", "--outptu", "x", "--output", "y"], r"--outptu.*did you mean --output\?"),
-        (["--verison"], r"--verison|COMMAND"),
+        (["--verison"], r"required: COMMAND \(did you mean --version\?\)$"),
+        (["train", "--algoritm", "art"], r"--algoritm art \(did you mean --algorithm\?\)$"),
+        (
+            ["doctor", "--iterations", "3"],
+            r"--iterations 3 \(an option of diffrl train that the doctor does not use\)$",
+        ),
+        (["plan", "--modle", "x"], r"required: --model.* \(did you mean --model\?\)$"),
+        (
+            ["plan", "--model=x", "--height=8", "--width=8", "--dtype=bfloat"],
+            r"'bfloat'.*\(did you mean 'bfloat16'\?\)$",
+        ),
+        (["pretrain", "digit", "--output", "x"], r"\(did you mean 'digits'\?\)$"),
         (["train", "--zzz"], r"unrecognized arguments: --zzz$"),
         (["train", "--iterations", "many"], r"argument --iterations: invalid int value: 'many'$"),
         (["train", "--learning-rate"], r"argument --learning-rate: expected one argument$"),
         (["train", "stray"], r"unrecognized arguments: stray$"),
-        (["trian"], r"invalid choice: 'trian'.*train"),
+        (["trian"], r"invalid choice: 'trian'.*\(did you mean 'train'\?\)$"),
         ([], r"required: COMMAND"),
         (["pretrain", "letters", "--output", "x"], r"'letters'.*digits"),
         (["pretrain", "digits"], r"required: --output"),
@@ -133,8 +176,12 @@ def test_what_cannot_be_parsed_is_one_line_with_the_nearest_word(here, capsys, a
     ("changed", "message"),
     [
         ({"task": "letters"}, "--task must be one of digits, prompts, got 'letters'"),
-        ({"algorithm": "ppo"}, "--algorithm must be one of .*, got 'ppo'"),
-        ({"reward": "beauty"}, "--reward must be one of .*, got 'beauty'"),
+        ({"task": "digit"}, r"--task .*, got 'digit' \(did you mean 'digits'\?\)$"),
+        ({"algorithm": "ppo"}, "--algorithm must be one of .*, got 'ppo'$"),
+        ({"algorithm": "flow-gpro"}, r"got 'flow-gpro' \(did you mean 'flow_grpo'\?\)$"),
+        ({"reward": "beauty"}, "--reward must be one of .*, got 'beauty'$"),
+        ({"reward": "orc"}, r"got 'orc' \(did you mean 'ocr'\?\)$"),
+        ({"engine": "in-proces"}, r"got 'in-proces' \(did you mean 'in_process'\?\)$"),
         ({"reward": "nowhere:f"}, "--reward 'nowhere:f' cannot be imported"),
         ({"group_size": 1}, "--group-size.*1"),
         ({"prompts_per_iteration": 9}, "--prompts-per-iteration 9 of only 4 prompts"),
@@ -154,7 +201,7 @@ def test_bad_settings_are_one_line_and_leave_nothing(here, capfd, pipe, changed,
     assert called("train", *words(small_settings(pipe, **changed)), "--output=out", "--quiet") == 2
     out, err = capfd.readouterr()
     line = one_line(err)
-    assert out == ""
+    assert out == "" or "small:" in str(changed["reward"])  # such a reward is found out by the first evaluation
     assert line.startswith("diffrl train: error: ")
     assert re.search(message, line)
     assert not list(here.iterdir())
@@ -164,7 +211,7 @@ def test_control_the_same_settings_without_a_mistake_train(here, capfd, pipe):
     assert called("train", *words(small_settings(pipe, iterations=1)), "--output=out", "--quiet", "--no-pictures") == 0
     out, err = capfd.readouterr()
     assert err == ""
-    assert "1 iterations of 2 prompts x 4 samples -> out" in out
+    assert re.search(r"^samples +2 x 4 = 8 per iteration in 3 steps, 8 in all$", out, re.MULTILINE)
     assert "eval/reward: -" in out
     assert "written: adapter, checkpoint, metrics.jsonl" in out
     assert [p.name for p in here.iterdir()] == ["out"]
@@ -345,6 +392,7 @@ def test_control_doctor_is_1_when_a_check_fails(here, capsys, toy):
 
 def test_doctor_on_a_real_pipeline(here, capsys, pipe):
     settings = small_settings(pipe, trained_steps="all", learning_rate=1e-3)
+    settings = {name: value for name, value in settings.items() if name not in NOT_THE_DOCTOR_S}
     code = called("doctor", *words(settings))
     out = capsys.readouterr().out
     assert code in (0, 1)  # a random model need not improve
@@ -415,3 +463,246 @@ def test_the_package_is_a_command_too():
     done = subprocess.run([sys.executable, "-m", "diffrl", "--version"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("diffrl ")
+
+
+# ---- what is said beforehand
+
+
+def test_what_will_be_done_is_counted_and_written(here, capsys, pipe):
+    """Against the run itself: its tensors, its rows and its files."""
+    s = Settings(**small_settings(pipe, iterations=5, algorithm="nft", trained_steps="auto"))
+    bench = settings_module.build(s)
+    told = facts(s, bench)
+    rows = run_module.run(here / "r", s, pictures=False)
+    module = bench.model.module
+    assert told["parameters"] == sum(p.numel() for p in module.parameters())
+    assert told["trained_parameters"] == sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert told["evaluations"] == sum("eval/reward" in row for row in rows)
+    assert told["optimizer_steps"] == sum(n.startswith("loss/update_") for row in rows for n in row)
+    assert (told["samples_per_iteration"], told["samples"], told["samples_per_evaluation"]) == (8, 40, 8)
+    assert told["pieces"]["credit"] == "optimality_credit"
+    sizes = {
+        name: sum(p.stat().st_size for p in [here / "r" / name, *(here / "r" / name).glob("**/*")] if p.is_file())
+        for name in told["bytes"]
+    }
+    assert 0.5 < told["bytes"]["metrics.jsonl"] / sizes["metrics.jsonl"] < 2
+    assert 0.5 < told["bytes"]["checkpoint"] / sizes["checkpoint"] < 2
+    assert 0.25 < told["bytes"]["adapter"] / sizes["adapter"] <= 1  # of so small a one names are the most
+    assert facts(s, bench, 3)["evaluations"] == sum("eval/reward" in row for row in rows[3:])
+
+
+def test_the_announcement_fits_the_shell_and_names_every_piece(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    s = Settings(draft="policy", pool=20, draft_steps=4, encoders_off=True, gradient_checkpointing=True, micro_batch=3)
+    bench = Bench(toy_model(), list(PROMPTS), Judge(toward_compass), None, settings_module.make_algorithm(s))
+    text = announcement(Path("r"), s, bench)
+    assert max(map(len, text.splitlines())) <= 70
+    flat = " ".join(text.split())
+    for part in (
+        *(
+            "covariance_credit",
+            "guided_regression",
+            "objective",
+            "behaviour live",
+            "3 of 8 steps",
+            "20 seeds per prompt in 4 steps",
+        ),
+        *(
+            "9 parameters (100.00%) in 2 tensors",
+            "8 x 16 = 128 per iteration",
+            "4 times 16 samples",
+            "2 per iteration, 120 in all",
+        ),
+        *(
+            "micro batch 3",
+            "gradient checkpointing, encoders off the device",
+            "drafts.png",
+            "checkpoint/ every 5 (about 25.1 kB)",
+        ),
+    ):
+        assert part in flat
+    assert "VAE" not in flat
+    assert "curve.png" not in announcement(Path("r"), s, bench, pictures=False)
+
+
+def test_small_words_about_sizes_and_pieces():
+    assert [size(n) for n in (0, 999, 5300, 2.5e9, 3e15)] == ["0 B", "999 B", "5.3 kB", "2.5 GB", "3e+03 TB"]
+    assert piece(partial(partial(toy_run, iterations=1))) == "toy_run"
+    assert width() >= 40
+
+
+class Terminal:
+    def isatty(self):
+        return True
+
+
+def test_colour_is_for_terminals_without_no_color(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert painted("x", "red", Terminal()) == "\x1b[31mx\x1b[0m"
+    assert painted("x", "red", io.StringIO()) == "x"
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert painted("x", "red", Terminal()) == "x"
+    monkeypatch.setenv("NO_COLOR", "")  # no-color.org: present and not empty
+    assert painted("x", "red", Terminal()) != "x"
+
+
+# ---- for machines
+
+
+def machine_lines(capsys):
+    out, err = capsys.readouterr()
+
+    def refuse(token):
+        raise AssertionError(f"{token} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in out.splitlines()], err
+
+
+def test_json_of_train_is_settings_rows_and_summary(here, capsys, toy):
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r", "--json") == 0
+    (head, *rows, last), err = machine_lines(capsys)
+    written = [json.loads(line) for line in (here / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert {name: head[name] for name in written[0]} == written[0]
+    assert head["plan"]["optimizer_steps"] == 6
+    assert rows == written[1:]
+    assert last["summary"]["iterations"] == 3
+    assert last["summary"]["interrupted"] is False
+    assert last["summary"]["eval/reward"] == [rows[0]["eval/reward"], rows[-1]["eval/reward"]]
+    assert "iterations  3;" in err
+    assert "\x1b" not in err
+    assert called("train", "--resume=r", "--iterations=5", "--no-pictures", "--quiet", "--json") == 0
+    (head, *rows, last), err = machine_lines(capsys)
+    assert [row["iteration"] for row in rows] == [3, 4]
+    assert (head["plan"]["start"], last["summary"]["iterations"]) == (3, 5)
+    assert "iterations  2 of 5, from 3 on;" in err
+
+
+def test_what_a_reward_prints_does_not_come_between_the_lines(here, capsys, toy):
+    def chatty(points, prompts):
+        print("hello from the reward")
+        return toward_compass(points, prompts)
+
+    toy["reward"] = chatty
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r", "--json") == 0
+    lines, err = machine_lines(capsys)
+    assert len(lines) == 5
+    assert "hello from the reward" in err
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=s") == 0
+    assert "hello from the reward" in capsys.readouterr().out  # control: it does print
+
+
+def test_what_is_not_finite_is_null_at_any_depth():
+    lines = io.StringIO()
+    cli._tell(lines, {"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": 3})
+    assert lines.getvalue() == '{"a": null, "b": [null, [1.5, {"c": null}]], "d": 3}\n'
+
+
+def test_json_of_doctor_plan_and_pretrain(here, capsys, toy, pipe, monkeypatch):
+    assert called("doctor", "--group-size=8", "--steps=5", "--trained-steps=all", "--threads=1", "--json") == 0
+    (report,), err = machine_lines(capsys)
+    assert report["ok"] is True
+    assert {check["name"] for check in report["checks"]} >= {"replay equals rollout", "rewards are finite"}
+    assert err.count("ok  ") == 6
+    for memory, code, fits in (("80", 0, True), ("1e-6", 1, False)):
+        assert called("plan", "--model", pipe, "--height=32", "--width=64", f"--gpu-memory={memory}", "--json") == code
+        (told,), err = machine_lines(capsys)
+        assert told["bytes_on_device"] == sum(line["bytes"] for line in told["lines"] if line["on_device"])
+        assert told["fits"] is fits
+        assert "on the device" in err
+    monkeypatch.setattr(
+        "diffrl.tasks.pretrain.pretrain_digits", lambda output, **o: Path(output).mkdir() or print("loss")
+    )
+    assert called("pretrain", "digits", "--output=mine", "--json") == 0
+    assert machine_lines(capsys) == ([{"output": "mine", "task": "digits", "seed": 0, "files": []}], "loss\n")
+
+
+def test_a_reader_that_goes_away_ends_the_command_with_1(here, capsys, toy, monkeypatch):
+    def gone(self, record):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "_tell", gone)
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r", "--json") == 1
+    assert "error" not in capsys.readouterr().err
+
+
+# ---- a run that fails after it has begun is 1, and says how to go on
+
+
+def test_a_failure_after_the_beginning_is_1_and_names_the_checkpoint(here, capsys, toy, monkeypatch):
+    real = run_module.save_checkpoint
+
+    def once(folder, **options):
+        if options["iteration"] > 1:
+            raise OSError(28, "No space left on device")
+        return real(folder, **options)
+
+    monkeypatch.setattr(run_module, "save_checkpoint", once)
+    assert called("train", *TOY, "--checkpoint-every=1", "--no-pictures", "--quiet", "--output=r") == 1
+    line = one_line(capsys.readouterr().err)
+    assert line.startswith("diffrl train: error: ")
+    assert line.endswith("No space left on device; go on from the last checkpoint with: diffrl train --resume r")
+    monkeypatch.setattr(run_module, "save_checkpoint", real)
+    assert called("train", "--resume=r", "--no-pictures", "--quiet") == 0
+
+
+def test_out_of_memory_is_one_line_that_says_what_helps(here, capsys, toy, monkeypatch):
+    def full(s):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr(run_module, "build", full)
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r") == 1
+    line = one_line(capsys.readouterr().err)
+    assert "CUDA out of memory. Tried to allocate 2 GiB; less memory: --micro-batch" in line
+
+
+def test_control_a_mistake_of_the_library_s_own_is_not_hidden(here, toy, monkeypatch):
+    monkeypatch.setattr(run_module, "build", lambda s: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        called("train", *TOY, "--no-pictures", "--quiet", "--output=r")
+
+
+# ---- prompts that were edited in between
+
+
+def test_resume_notices_prompts_that_were_edited(here, capsys, pipe):
+    mine = here / "mine.txt"
+    mine.write_text('the number "12"\nthe number "34"\n')
+    settings = words(small_settings(pipe, prompts=mine, iterations=1))
+    assert called("train", *settings, "--output=r", "--no-pictures", "--quiet") == 0
+    mine.write_text('the number "12"\nthe number "43"\n')
+    capsys.readouterr()
+    more = ("train", "--resume=r", "--iterations=2", "--no-pictures", "--quiet")
+    assert called(*more) == 2
+    line = one_line(capsys.readouterr().err)
+    assert re.search(
+        rf"--prompts '{mine}' was changed since the run in 'r' began \(then 2 lines, sha256 \w{{12}}; now 2 lines", line
+    )
+    mine.write_text('\nthe number "12"  \nthe number "34"')  # control: the same prompts, written otherwise
+    assert called(*more) == 0
+    assert json.loads((here / "r" / "metrics.jsonl").read_text().splitlines()[0])["files"]["prompts"]["lines"] == 2
+
+
+# ---- memory
+
+
+def test_gradient_checkpointing_and_moved_parts_change_nothing(here, pipe):
+    plain = run_module.run(here / "plain", Settings(**small_settings(pipe, iterations=2)), pictures=False)
+    saving = Settings(
+        **small_settings(pipe, iterations=2), gradient_checkpointing=True, encoders_off=True, vae_off=True
+    )
+    bench = settings_module.build(saving)
+    assert bench.model.module.is_gradient_checkpointing
+    rows = run_module.run(here / "saving", saving, pictures=False)
+    assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in plain]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=1e-4)
+    assert not settings_module.build(Settings(**small_settings(pipe))).model.module.is_gradient_checkpointing
+
+
+def test_outcome_by_hand(tmp_path):
+    rows = [{"eval/reward": 1.0, "base/reward": 0.5, "seconds/update": 2.0}]
+    told = outcome(tmp_path, rows)
+    assert told == {"eval/reward": [0.5, 1.0], "iterations": 1, "seconds": 2.0, "folder": str(tmp_path), "files": []}
+    assert cli_text.summary is summary

@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import refuses
@@ -196,6 +197,39 @@ def test_the_fit_refuses():
     ):
         with refuses(*words):
             fit_train_cost(sizes, seconds)
+
+
+@pytest.mark.parametrize("unit", [1e-300, 1e-160, 1e160, 1e300])
+def test_the_fit_has_no_unit(unit):
+    cost = fit_train_cost([1, 2, 4], [t * unit for t in (391.0, 737.0, 1404.0)])
+    assert (cost.a, cost.b) == (pytest.approx(57.5 * unit, rel=1e-3), pytest.approx(337.07 * unit, rel=1e-3))
+    flat = fit_train_cost((q for q in (unit, unit / 2)), (t for t in (1.0, 2.0)))  # fits a constant
+    assert (flat.a, flat.b) == (1.5, 0.0)
+
+
+@pytest.mark.parametrize("value", ["3", b"3", True, 10**400, -(10**400), np.ones(2), torch.ones(2), 1j, None])
+def test_what_is_no_number_is_refused_by_name(value):
+    for name in ("generate", "switch"):
+        with refuses(name):
+            replace(COST, **{name: value})
+    with refuses("speed"):
+        Pool(2, speed=value)
+    for function in (barrier_seconds, gap_seconds, lambda m, **s: tcss_seconds(m, 0, **s)):
+        with refuses("t"):
+            function(2, g=1.0, r=1.0, t=value)
+    with refuses("seconds[1]"):
+        fit_train_cost([1, 2], [1.0, value])
+    with refuses("sizes", 3):
+        fit_train_cost(3, [1.0])
+
+
+def test_numbers_without_a_dimension_are_numbers():
+    given = CostModel(np.float32(2), TrainCost(torch.tensor(1.0), np.float64(2)), Pool(np.int64(2)), Pool(2))
+    assert given == CostModel(2.0, TrainCost(1.0, 2.0), Pool(2), Pool(2))
+    assert {type(x) for x in (given.generate, given.train.a, given.train.b)} == {float}
+    for shard_pairs in (None, 1, "yes"):
+        with refuses("shard_pairs", shard_pairs):
+            COST.trainer_seconds(1, timesteps=1, shard_pairs=shard_pairs)
 
 
 # ---- closed forms

@@ -5,6 +5,7 @@ The convention for all test files: a negative control has `control` in its test'
 """
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -51,6 +52,10 @@ FLOORS = {
             "checkpoints",
             "settings",
             "run",
+            "folders",
+            "tracking",
+            "cli_text",
+            "cli_options",
             "training_checks",
             "__main__",
         ),
@@ -60,7 +65,7 @@ FLOORS = {
 }
 HEAVY = {
     *("diffusers", "peft", "transformers", "torchao", "matplotlib", "PIL", "rapidocr", "onnxruntime", "tesserocr"),
-    *("accelerate", "ray", "scipy", "tokenizers", "torchao"),
+    *("accelerate", "ray", "scipy", "tokenizers", "torchao", "tensorboard", "wandb"),
 }
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500
 LONG_FUNCTIONS = {
@@ -206,7 +211,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server, diffrl.parallel"
+LIGHT = "import diffrl, diffrl.loop, diffrl.algorithms, diffrl.models, diffrl.rewards, diffrl.run, diffrl.plots, diffrl.cli, diffrl.quant, diffrl.reward_server, diffrl.parallel, diffrl.tracking"
 
 
 def test_importing_the_library_loads_nothing_heavy():
@@ -277,7 +282,49 @@ def test_every_module_and_public_name_is_documented(path):
     assert [name for name, documented in public(source).items() if not documented] == []
 
 
+REASON = re.compile(r"No example: \S[^\n]{0,69}\.\Z")
+
+
+def unexplained(source: str) -> list[str]:
+    """Public functions whose docstring neither shows a result (`>>>`, run by `make doctest`) nor ends with why not.
+
+    The reason is the docstring's last sentence, on one line: "No example: starts processes." Not both.
+    """
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            text = ast.get_docstring(node) or ""
+            shown = any(example.want for example in doctest.DocTestParser().get_examples(text))
+            if shown == bool(REASON.search(text)) or (shown and "No example:" in text):
+                found.append(node.name)
+    return found
+
+
+def undocumented_methods(source: str) -> list[str]:
+    """Public methods of public classes without a docstring; a body of one or two lines says itself what it does."""
+    found = []
+    for owner in ast.parse(source).body:
+        if isinstance(owner, ast.ClassDef) and not owner.name.startswith("_"):
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                    lines = (node.end_lineno or 0) - node.body[0].lineno + 1
+                    if lines > 2 and not ast.get_docstring(node):
+                        found.append(f"{owner.name}.{node.name}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_public_function_has_an_example_or_a_reason(path):
+    assert unexplained(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_public_method_is_documented_or_two_lines_long(path):
+    assert undocumented_methods(path.read_text()) == []
+
+
 TESTED_THROUGH = {
+    "cli_text.Formatter": "make_parser",
     "family.Size": "from_pipeline",
     "family.Family": "FAMILIES",
     "family.require_multiple": "from_pipeline",
@@ -305,6 +352,38 @@ def test_every_public_name_is_in_a_test():
 
 def test_control_an_undocumented_name_is_found():
     assert public('def f():\n    "Doc."\nclass A: ...\ndef _g(): ...') == {"f": True, "A": False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Says what it does.",
+        "Doc.\n\n    >>> f()\n    ",  # nothing that could fail
+        "Doc. No example:",
+        "Doc. No example: none. And then more.\n\n    Another paragraph.",
+        "Doc. No example: none.\n\n    >>> f()\n    1\n    ",
+    ],
+)
+def test_control_a_function_without_example_or_reason_is_found(text):
+    assert unexplained(f'def f():\n    """{text}"""') == ["f"]
+
+
+@pytest.mark.parametrize(
+    "text", ["Doc.\n\n    >>> f()\n    1\n    ", "Doc.\n\n    No example: starts processes.\n    "]
+)
+def test_control_an_example_or_a_reason_is_enough(text):
+    assert unexplained(f'def f():\n    """{text}"""\ndef _g(): ...\nclass A: ...') == []
+
+
+def test_control_an_undocumented_method_is_found():
+    body = "x = 1\n        y = 2\n        return x + y"
+    assert undocumented_methods(f"class A:\n    def f(self):\n        {body}") == ["A.f"]
+    assert undocumented_methods(f'class A:\n    def f(self):\n        "Doc."\n        {body}') == []
+    assert (
+        undocumented_methods(f"class A:\n    def f(self):\n        return 1\n    def _g(self):\n        {body}") == []
+    )
+    assert undocumented_methods(f"class _A:\n    def f(self):\n        {body}") == []
 
 
 # ---- controls

@@ -3,12 +3,14 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles import refuses
 from scheduling import Ticking, costs, schedules
 
+from diffrl.lending import _Search
 from diffrl.parallel import (
     PRESETS,
     Bubble,
@@ -183,6 +185,69 @@ def test_sixteen_fragments_are_searched_exactly_and_twice_the_same():
         first = recorded(schedule, cost)
         assert first == recorded(schedule, cost)
         assert first[1] <= simulate(replace(schedule, tag=False), cost).makespan
+
+
+def work_of_the_search(bubble, schedule, cost):
+    """(the answer, how many states were played to find it)."""
+    search, played = _Search(bubble, schedule, cost), 0
+    after = search._after
+
+    def counted(*args):
+        nonlocal played
+        played += 1
+        return after(*args)
+
+    search._after = counted
+    return search.answer(), played
+
+
+@pytest.mark.parametrize(
+    ("generators", "workers", "reward", "speed"), [(2, 1, 5.92, 0.5), (1, 1, 5.92, 1.0), (3, 3, 10.57, 1.0)]
+)
+def test_sixteen_ragged_fragments_behind_few_reward_workers_are_searched_in_few_states(
+    generators, workers, reward, speed
+):
+    """No arrival can be early enough for most plays: without bounds on arrivals this took minutes."""
+    schedule = Schedule(gap_partition(3, 7, fragments=16), 7, tag=True)  # five of two rows, eleven of one
+    cost = CostModel(
+        5.33,
+        TrainCost(0.69, 2.05),
+        Pool(generators, 1, speed),
+        Pool(1),
+        helper=1,
+        reward=reward,
+        reward_workers=workers,
+    )
+    bubble = Bubble(tuple(range(1, 16)), 0, cost.generator_seconds(2), (), (0.0,) * workers)
+    answer, played = work_of_the_search(bubble, schedule, cost)
+    assert played < 5_000
+    assert answer == bts_search(bubble, schedule, cost)
+
+
+@given(schedules(most=6, tag=True, stale=0), costs(most=9, reward_workers=1), st.integers(0, 5))
+def test_no_arrival_is_earlier_than_the_search_allows_for(schedule, cost, seed):
+    """Whatever is answered: the m-th fragment handed to the reward is never before the m-th bound of the first bubble."""
+    asked, left = [], [seed % 3, seed // 2, 1]
+
+    def lend(bubble, schedule, cost):
+        asked.append(bubble)
+        return min(left.pop(0) if left else 0, len(bubble.unclaimed))
+
+    trace = simulate(schedule, cost, lend=lend)
+    assume(asked)
+    search = _Search(asked[0], schedule, cost)
+    made = sorted(i.end for i in trace.intervals if i.kind in ("generate", "help"))
+    bounds = search._arrivals(search.root)
+    assert len(bounds) == len(made)  # the first bubble is at 0
+    assert all(bound <= end * (1 + 1e-12) for bound, end in zip(bounds, made, strict=True))
+
+
+def test_lists_and_numbers_of_another_kind_are_a_bubble_too():
+    given = Bubble([np.int64(i) for i in FIRST.unclaimed], np.int64(0), np.float32(10.0), [], [])
+    assert bts_search(given, EIGHT, COST) == bts_search(FIRST, EIGHT, COST) == 3
+    for name, bad in (("unclaimed", 3), ("unclaimed", (1, None)), ("scored_in", (1,)), ("scored_in", None)):
+        with refuses(name):
+            bts_search(FIRST._replace(**{name: bad}), EIGHT, COST)
 
 
 def test_assumed_costs_of_a_video_model_gain_nothing_from_a_dear_switch():

@@ -14,12 +14,14 @@ from diffrl.cli import main
 from diffrl.memory import (
     Memory,
     empty_pipeline,
+    encoders_off,
     lora_numbers,
     module_bytes,
     plan,
     plan_text,
     training_memory,
     trajectory_bytes,
+    vae_off,
 )
 from diffrl.models import from_pipeline
 from diffrl.sampling import flow_sde_step, rollout
@@ -217,3 +219,61 @@ def test_a_part_that_is_not_installed_is_named(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="vae is AutoencoderOfTomorrow, which the installed diffusers does not have"):
         empty_pipeline(tmp_path)
+
+
+# ---- parts that leave the device
+
+
+class Moved(nn.Linear):
+    """Notes where it is sent."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.places = []
+
+    def to(self, place):
+        self.places.append(place)
+        return self
+
+
+def test_encoders_leave_once_everything_is_encoded():
+    pipe = tiny.sd3()
+    model = from_pipeline(pipe, **IMAGE)
+    prompts = ["a", "b", "c"]
+    before = model.encode(prompts)
+    encoded = []
+    fresh = from_pipeline(pipe, lora="default", **IMAGE)
+    watched = fresh._replace(encode=lambda *given: encoded.append(given) or fresh.encode(*given))
+    encoders_off(watched, pipe, prompts, to="meta")
+    assert [given[0] for given in encoded] == [["a"], ["b"], ["c"]]
+    assert {p.device.type for name in ("text_encoder", "text_encoder_2") for p in getattr(pipe, name).parameters()} == {
+        "meta"
+    }
+    assert {p.device.type for p in [*pipe.transformer.parameters(), *pipe.vae.parameters()]} == {"cpu"}
+    after = fresh.encode(prompts)  # from memory: the encoders are gone
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert len(encoded) == 3
+
+
+def test_the_vae_is_there_while_it_decodes_and_away_otherwise():
+    pipe = tiny.sd3()
+    model = from_pipeline(pipe, **IMAGE)
+    latents = torch.randn(2, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
+    plain = model.decode(latents)
+    stand_in = Moved()
+
+    class Pipe:
+        vae = stand_in
+
+    seen = []
+    away = vae_off(model._replace(decode=lambda x: seen.append(list(stand_in.places)) or plain), Pipe, device="there")
+    assert torch.equal(away.decode(latents), plain)
+    assert seen == [["cpu", "there"]]
+    assert stand_in.places == ["cpu", "there", "cpu"]
+    failing = vae_off(model._replace(decode=lambda x: 1 / 0), Pipe, device="there")
+    with pytest.raises(ZeroDivisionError):
+        failing.decode(latents)
+    assert stand_in.places[-2:] == ["there", "cpu"]
+    real = vae_off(model, pipe, device="cpu")
+    assert torch.equal(real.decode(latents), plain)
+    assert real.params is model.params

@@ -100,6 +100,23 @@ def test_ready_times_refuse():
         group_ready_times(fragments, 0, [1.0, 1.0])
 
 
+def test_any_iterable_will_do_and_nothing_else():
+    fragments = gap_partition(1, 2, fragments=2)
+    assert group_ready_times(iter(fragments), 2, iter([1.0, 2.0])) == (2.0, 2.0)
+    assert tsp_pack(((0, t) for t in range(3)), size=2) == (((0, 0), (0, 1)), ((0, 2),))
+    for name, bad in (("fragments", None), ("scored", 3.0)):
+        with refuses(name, bad):
+            group_ready_times(**{"fragments": fragments, "group_size": 2, "scored": [1.0, 1.0], name: bad})
+    for function in (lambda p: tsp_pack(p, size=2), lambda p: tsp_shard(p, ranks=2)):
+        with refuses("pairs", 3):
+            function(3)
+    with refuses("fragments", "(0, (0,))"):
+        group_ready_times([(0, (0,))], 1, [1.0])
+    for row in (0.5, math.nan, None, [0], -1):
+        with refuses("fragments[0]", row):
+            group_ready_times((Fragment(0, (row,)),), 1, [1.0])
+
+
 # ---- packs and shards
 
 some_pairs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30)

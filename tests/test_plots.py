@@ -15,6 +15,7 @@ from diffrl.plots import (
     COLOURS,
     gantt,
     lanes_of,
+    last_update,
     require_matplotlib,
     save_before_after,
     save_curve,
@@ -252,6 +253,45 @@ def test_gantt_hatches_what_was_generated_under_older_weights():
     assert {start for _, start, _, _, hatch in bars if hatch} == stale != set()
 
 
+def every_kind():
+    kinds = [("generator", "generate"), *(("trainer", k) for k in COLOURS if k != "generate")]
+    one = [Interval(r, k, float(i), i + 1.0, 0, i, 0) for i, (r, k) in enumerate(kinds)]
+    return Trace((*one, Interval("generator", "generate", 9.0, 10.0, 1, 0, 0)), (9.0, 1200.0))
+
+
+@pytest.mark.parametrize("traces", [1, 2])
+def test_the_legend_of_all_kinds_lies_inside_the_picture(traces):
+    figure = gantt({str(i): every_kind() for i in range(traces)})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 9
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert 0 <= box.y0 < box.y1 <= min(axis.get_tightbbox().y0 for axis in figure.axes)
+    assert figure.axes[0].get_title(loc="left").endswith("1200 s")  # no 1.2e+03
+
+
+def test_short_intervals_keep_their_width_beside_their_edge():
+    trace = Trace(tuple(Interval("trainer", "train", 10.0 * i, 10.0 * i + 4, 0, i) for i in range(200)), (2000.0,))
+    figure = gantt(trace)
+    figure.canvas.draw()
+    for bar in figure.axes[0].patches:
+        assert bar.get_linewidth() <= 0.15 * bar.get_window_extent().width * 72 / figure.dpi
+
+
+def test_colours_differ_in_lightness_or_hue_for_every_eye():
+    """Every two kinds keep a distance after the projection of red-green blindness (Vienot 1999, in linear light)."""
+    from matplotlib.colors import to_rgb
+
+    def seen(name):
+        r, g, b = (((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in to_rgb(COLOURS[name]))
+        light = [0.29275 * r + 0.70725 * g, 0.29275 * r + 0.70725 * g, -0.02234 * r + 0.02234 * g + b]
+        return np.clip(light, 0, 1) ** (1 / 2.4)
+
+    apart = [np.linalg.norm(seen(a) - seen(b)) for a in COLOURS for b in COLOURS if a < b]
+    assert min(apart) > 0.15
+
+
 def test_control_on_policy_nothing_is_hatched():
     (bars,) = bars_of(gantt(played()))
     assert not any(hatch for *_, hatch in bars)
@@ -378,3 +418,9 @@ def test_prompts_with_dollars_are_no_mathematics(tmp_path):
     save_grid(tmp_path / "g.png", image, captions=[odd, odd])
     save_curve(tmp_path / "c.png", rows(), title=odd)
     compared(tmp_path / "b.png", image, image, titles=[odd, odd])
+
+
+def test_the_last_update_is_the_largest_number_told():
+    rows = [{"loss": 1.0}, {"loss/update_1": 1.0, "loss/update_2": 1.0, "loss/update_11": 1.0, "kl/update_12": 1.0}]
+    assert last_update(rows) == 11
+    assert last_update(rows[:1]) == last_update([]) == 1

@@ -200,6 +200,27 @@ def test_progress_counts_iterations_and_shows_the_numbers(toy, tmp_path):
     assert all("reward -" in text and "masked " in text for text in bars[0].texts)
 
 
+def test_the_bar_shows_the_masked_fraction_of_the_last_update_as_the_figure_does():
+    row = {
+        "reward/mean": 1.0,
+        "masked_fraction": 0.25,
+        "masked_fraction/update_1": 0.0,
+        "masked_fraction/update_2": 0.5,
+    }
+    row |= {"loss/update_1": 1.0, "loss/update_2": 1.0}
+    assert module._postfix(row, None) == "reward 1.000, masked 0.50"
+    assert module._postfix({"reward/mean": 1.0, "loss/update_1": 1.0}, 0.5) == "reward 1.000, exact 0.500"
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 5, 6, 7])
+def test_evaluations_are_counted_as_they_come(toy, tmp_path, iterations):
+    s = replace(TOY, iterations=iterations, eval_every=3)
+    rows = run(tmp_path / "r", s, pictures=False)
+    named = [n for row in rows for n in row if n in ("eval/reward", "base/reward")]
+    assert module.evaluations(s) == len(named)
+    assert module.evaluations(s, 1) == len([row for row in rows[1:] if "eval/reward" in row])
+
+
 def test_the_folder_is_what_issue_and_module_say(toy, tmp_path):
     run(tmp_path / "r", TOY, pictures=False)
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == ["checkpoint", "metrics.jsonl"]

@@ -89,6 +89,15 @@ def test_schedules_and_costs_are_plain_hashable_data(schedule, cost):
     assert json.dumps(dataclasses.asdict(Schedule(fragments, np.int64(schedule.group_size))))
 
 
+def test_numbers_of_another_kind_become_plain_ones():
+    given = Schedule((Fragment(np.int64(0), (np.int64(1), np.int64(0))),), np.int64(2), pack=np.int8(2))
+    assert given == Schedule((Fragment(0, (1, 0)),), 2, pack=2)
+    assert json.loads(json.dumps(dataclasses.asdict(given)))["fragments"] == [[0, [1, 0]]]
+    for index in (0.0, False, None, "0"):
+        with refuses("index", index):
+            Schedule((Fragment(index, (0,)),), 1)
+
+
 def test_groups_that_fragments_touch():
     assert sharing(CUT, 2) == ((0,), (1,), (1,))
     assert sharing(CUT, 4) == ((0,), (0,), (0,))
@@ -141,6 +150,14 @@ def test_traces_refuse():
     ):
         with refuses("intervals", bad):
             Trace((good, bad), (3.0,))
+    for bad in ([good], "traces", None):
+        with refuses("intervals", "tuple"):
+            Trace(bad, (3.0,))
+    with refuses("ends", "tuple", "[3.0]"):
+        Trace((good,), [3.0])
+    for bad in (tuple(good), None, good._replace(start=None), good._replace(end="2"), good._replace(resource=3)):
+        with refuses("intervals"):
+            Trace((bad,), (3.0,))
     with refuses("ends", "()"):
         trace_of()
     for ends in ((2.0, 1.0), (math.nan,), (-1.0,), (math.inf,)):

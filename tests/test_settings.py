@@ -102,6 +102,7 @@ BAD = [
     ("trainers", 0, "--trainers.*0"),
     ("fragments", 0, "--fragments.*0"),
     ("stale", -1, "--stale.*-1"),
+    ("task", "digit", r"--task.*'digit' \(did you mean 'digits'\?\)"),
     ("fragments", 2, "--fragments 2: --engine loop has none; it belongs to in_process, ray"),
     ("trainers", 2, "--trainers 2: --engine loop has none; it belongs to ray"),
 ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import refuses
@@ -313,6 +314,29 @@ def test_an_impossible_answer_is_refused(answer):
 def test_an_integer_of_any_kind_is_an_answer():
     answers = [simulate(whole_groups(4, tag=True), COST, lend=lambda *_, n=n: n) for n in (1, np.int64(1))]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_an_answer_of_another_kind_leaves_no_trace_of_it(kind):
+    trace = simulate(whole_groups(4, tag=True), COST, lend=lambda bubble, *_: kind(min(1, len(bubble.unclaimed))))
+    assert trace == simulate(whole_groups(4, tag=True), COST, lend=lambda bubble, *_: min(1, len(bubble.unclaimed)))
+    assert {type(i.fragment) for i in trace.intervals} == {int}
+    json.dumps(chrome_trace(trace))
+    assert trace.versions[0, 3] == 0
+
+
+def test_an_answer_that_only_looks_like_an_integer_is_refused():
+    for answer in (np.ones(2, dtype=int), torch.ones(2), np.array(1.0), "1"):
+        with refuses("lend", "0..3"):
+            simulate(whole_groups(4, tag=True), COST, lend=lambda *_, answer=answer: answer)
+
+
+@pytest.mark.parametrize("name", ["generate", "reward"])
+def test_seconds_whose_sum_is_beyond_every_float_are_refused(name):
+    for options in ({}, {"tag": True}, {"placement": "module"}):
+        with refuses("finite", "1e+308"):
+            simulate(whole_groups(4, **options), replace(COST, **{name: 1e308}), steps=2)
+    assert simulate(whole_groups(4), replace(COST, **{name: 1e300})).makespan >= 1e300
 
 
 def test_simulate_refuses():

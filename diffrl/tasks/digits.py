@@ -42,12 +42,20 @@ _HINT = "the digits task needs {}: pip install 'diffrl[demo]'"
 
 
 def numbers() -> list[str]:
-    """The hundred two-digit numbers "00", "01", ..., "99"."""
+    """The hundred two-digit numbers "00", "01", ..., "99".
+
+    >>> numbers()[7]
+    '07'
+    """
     return [f"{i:02d}" for i in range(100)]
 
 
 def prompts() -> list[str]:
-    """The hundred prompts `the number "00"` ... `the number "99"`: the quoted part is what the OCR reward looks for."""
+    """The hundred prompts `the number "00"` ... `the number "99"`: the quoted part is what the OCR reward looks for.
+
+    >>> prompts()[7]
+    'the number "07"'
+    """
     return [f'the number "{text}"' for text in numbers()]
 
 
@@ -79,6 +87,8 @@ def render(text: str, *, font: str = FONTS[0], size: int = SIZES[-1], offset: tu
     Raises:
         ValueError: empty text, unknown font, size <= 0, or ink that would fall outside the picture.
         ImportError: Pillow or matplotlib is missing.
+
+    No example: draws with matplotlib's fonts.
     """
     if not text or size <= 0:
         raise ValueError(f"render needs some text and a positive size, got text={text!r}, size={size}")
@@ -107,6 +117,8 @@ def training_pictures(font: str | None = None) -> tuple[Tensor, list[str]]:
 
     Returns:
         (images UInt8 " b h w 3", the number in each, b strings).
+
+    No example: draws all of them.
     """
     images, texts = [], []
     for text in numbers():
@@ -121,7 +133,10 @@ def training_pictures(font: str | None = None) -> tuple[Tensor, list[str]]:
 
 @contextmanager
 def quiet():
-    """Loading and saving a pipeline without progress bars and advice; the settings are put back afterwards."""
+    """Loading and saving a pipeline without progress bars and advice; the settings are put back afterwards.
+
+    No example: imports diffusers, which takes seconds.
+    """
     try:
         import diffusers
         import transformers
@@ -151,6 +166,8 @@ def load_pipeline(path: str | Path | None = None):
     Raises:
         ValueError: `path` is not a folder with a `model_index.json`.
         ImportError: diffusers or transformers is missing.
+
+    No example: imports diffusers, which takes seconds.
     """
     folder = _FOLDER if path is None else Path(path)
     if not (folder / "model_index.json").is_file():
@@ -172,6 +189,9 @@ def load_pipeline(path: str | Path | None = None):
 def pipeline_options() -> dict:
     """Keyword arguments of `diffrl.models.from_pipeline` that fit this pipeline: its size, no guidance, no T5
     tokens to speak of.
+
+    >>> pipeline_options()["guidance_scale"]
+    1.0
     """
     return {"height": HEIGHT, "width": WIDTH, "guidance_scale": 1.0, "max_sequence_length": MAX_SEQUENCE_LENGTH}
 
@@ -191,6 +211,8 @@ def generate(pipe, prompts: Sequence[str], *, seeds: Sequence[int], steps: int =
 
     Raises:
         ValueError: not one seed per prompt, or steps < 1.
+
+    No example: needs a pipeline.
     """
     if len(prompts) != len(seeds) or isinstance(prompts, str) or steps < 1:
         raise ValueError(
@@ -229,6 +251,8 @@ def base_exact_match(
 
     Returns:
         The fraction, in [0, 1].
+
+    No example: needs a pipeline.
     """
     asked = [prompt for prompt in prompts() for _ in range(seeds_per_prompt)]
     targets = [text for text in numbers() for _ in range(seeds_per_prompt)]

@@ -37,7 +37,7 @@ TEXT_LENGTH = 8
 
 def build_tokenizer():
     """A word-level tokenizer in memory: one token per word, quotation mark and digit, between start and end, padded
-    to TEXT_LENGTH.
+    to TEXT_LENGTH. No example: imports transformers, which takes seconds.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -63,7 +63,7 @@ def build_tokenizer():
 
 
 def build_text_encoder(vocab_size: int, eos_token_id: int):
-    """A two-layer CLIP text encoder of width 32."""
+    """A two-layer CLIP text encoder of width 32. No example: imports transformers, which takes seconds."""
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
@@ -82,7 +82,10 @@ def build_text_encoder(vocab_size: int, eos_token_id: int):
 
 
 def build_pipeline():
-    """The untrained pipeline: random weights drawn from torch's global generator, T5 absent."""
+    """The untrained pipeline: random weights drawn from torch's global generator, T5 absent.
+
+    No example: imports diffusers, which takes seconds.
+    """
     with digits.quiet():
         from diffusers import (
             AutoencoderKL,
@@ -147,6 +150,8 @@ def train_vae(vae: Any, pixels: Tensor, *, steps: int, generator: torch.Generato
         pixels: Float " b 3 h w" in [-1, 1].
         steps: optimizer steps, >= 1.
         generator: source of batches and posterior samples.
+
+    No example: trains for minutes.
     """
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.05)
@@ -171,7 +176,7 @@ def train_vae(vae: Any, pixels: Tensor, *, steps: int, generator: torch.Generato
 
 @torch.no_grad()
 def encode_pictures(vae: Any, pixels: Tensor) -> Tensor:
-    """Posterior means, unscaled: Float " b c h/4 w/4"."""
+    """Posterior means, unscaled: Float " b c h/4 w/4". No example: needs a VAE."""
     return torch.cat([vae.encode(part).latent_dist.mean for part in pixels.split(256)])
 
 
@@ -187,6 +192,8 @@ def flow_matching_loss(pipe, x_0: Tensor, rows: Tensor, noise: Tensor, t: Tensor
 
     Returns:
         A scalar.
+
+    No example: needs a pipeline.
     """
     embeds, _, pooled, _ = pipe.encode_prompt(
         digits.prompts(),
@@ -217,6 +224,9 @@ def mislabel(numbers: Tensor, *, share: float, generator: torch.Generator) -> Te
 
     Returns:
         Int " b" in 0 ... 99; both digits survive with probability (1 - 0.9 share)^2.
+
+    >>> mislabel(torch.tensor([42, 7]), share=0.0, generator=torch.Generator())
+    tensor([42,  7])
     """
     digit = torch.stack([numbers // 10, numbers % 10])
     wrong = torch.rand(digit.shape, generator=generator) < share
@@ -251,6 +261,8 @@ def train_flow(
         generator: source of batches, noise and times.
         every: `report(step, averaged pipeline)` is called every so many steps and at the end.
         report: must not change the pipeline.
+
+    No example: trains for minutes.
     """
     live = _flow_modules(pipe).train()
     average = copy.deepcopy(live).eval().requires_grad_(False)
@@ -283,7 +295,7 @@ def train_flow(
 
 
 def save_pipeline(pipe, folder: str | Path) -> None:
-    """Save in half precision (the pipeline itself is cast, in place) as safetensors."""
+    """Save in half precision (the pipeline itself is cast, in place) as safetensors. No example: needs a pipeline."""
     with digits.quiet():
         pipe.to(dtype=torch.float16)
         pipe.save_pretrained(folder, safe_serialization=True)
@@ -315,6 +327,8 @@ def pretrain_digits(
 
     Raises:
         ValueError: steps < 1 or every < 1.
+
+    No example: trains for minutes.
     """
     if steps < 1 or every < 1:
         raise ValueError(f"pretrain_digits needs steps >= 1 and every >= 1, got steps={steps}, every={every}")

@@ -18,7 +18,12 @@ PROMPTS = ("north", "east", "south", "west")
 
 
 def toy_velocity(params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
-    """The exact velocity of N(m_c, S^2 I), m_c = params["mean"][cond["prompt"]], log S = params["log_std"]; x_t " b 2"."""
+    """The exact velocity of N(m_c, S^2 I), m_c = params["mean"][cond["prompt"]], log S = params["log_std"]; x_t " b 2".
+
+    >>> params = {"mean": torch.tensor([[0.0, 1.0]]), "log_std": torch.tensor(0.0)}
+    >>> toy_velocity(params, torch.tensor([[2.0, 0.0]]), torch.ones(1), {"prompt": torch.tensor([0])})  # t = 1: x_t - m
+    tensor([[ 2., -1.]])
+    """
     mean = params["mean"][cond["prompt"]]
     variance = torch.exp(2 * params["log_std"])
     t = t[:, None]
@@ -27,7 +32,11 @@ def toy_velocity(params: Params, x_t: Tensor, t: Tensor, cond: Cond) -> Tensor:
 
 
 def toy_model(*, std: float = 0.5, dtype: torch.dtype = torch.float32) -> Model:
-    """Four prompts, all at the origin at first, std S. `decode` returns the points themselves: images are " b 2"."""
+    """Four prompts, all at the origin at first, std S. `decode` returns the points themselves: images are " b 2".
+
+    >>> toy_model(std=0.5).params["log_std"].exp().item()
+    0.5
+    """
     params = {
         "mean": torch.zeros(len(PROMPTS), 2, dtype=dtype, requires_grad=True),
         "log_std": torch.tensor(math.log(std), dtype=dtype, requires_grad=True),
@@ -47,7 +56,11 @@ def toy_model(*, std: float = 0.5, dtype: torch.dtype = torch.float32) -> Model:
 
 
 def toward_compass(points: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Reward -|x - e_c|^2 with e_c the unit vector of the compass direction: its best mean is e_c."""
+    """Reward -|x - e_c|^2 with e_c the unit vector of the compass direction: its best mean is e_c.
+
+    >>> toward_compass(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), ["east", "west"])
+    tensor([-2., -1.])
+    """
     targets = {"north": (0.0, 1.0), "east": (1.0, 0.0), "south": (0.0, -1.0), "west": (-1.0, 0.0)}
     goal = torch.tensor([targets[p] for p in prompts], dtype=points.dtype)
     return -((points - goal) ** 2).sum(1)
