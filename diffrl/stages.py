@@ -96,6 +96,7 @@ class PlainStages:
         return {name: value[list(rows)] for name, value in self.cond.items()}
 
     def generate(self, step: int, params: Params, rows: Sequence[int]) -> Trajectory:
+        """`workers.generate` of these rows, with the step's seeds."""
         made = self.workers.generate(params, folded_seeds(self.seeds[list(rows)], step), self._cond(rows))
         if not isinstance(made, Trajectory):
             raise ValueError(f"generate must return a Trajectory, got {type(made).__name__} {made!r:.80}")
@@ -104,6 +105,7 @@ class PlainStages:
         return made
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
+        """`workers.score`, one number each."""
         rewards = self.workers.score(trajectory, self._cond(rows))
         check_rows("score", rewards, (len(rows),))
         if rewards.ndim != 1 or not rewards.is_floating_point():
@@ -122,6 +124,7 @@ class PlainStages:
         return {name: value.reshape(g * k, *value.shape[2:]) for name, value in named.items()}
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
+        """`workers.accumulate` of each pack: (metrics, pairs)."""
         told = signal[""] if signal.keys() == {""} else signal
         return [
             (numbers_by_name("accumulate", self.workers.accumulate(trajectory, told, pack, total)), len(pack))
@@ -132,6 +135,7 @@ class PlainStages:
         return numbers_by_name("commit", self.workers.commit())
 
     def snapshot(self) -> Params:
+        """`workers.snapshot`, by name."""
         params = self.workers.snapshot()
         if not isinstance(params, Mapping):
             raise ValueError(f"snapshot must return params by name, got {type(params).__name__} {params!r:.80}")
