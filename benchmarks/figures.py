@@ -44,8 +44,8 @@ BLOCK = re.compile(r"<!-- figure: (?P<name>[a-z0-9_]+)(?: (?P<which>\d+|text))? 
 
 
 def pages() -> list[Path]:
-    """The README and every page under docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """The README and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def printed(output: str) -> str:

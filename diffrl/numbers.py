@@ -46,7 +46,11 @@ def require_count(name: str, value: Any, *, low: int = 1) -> int:
 
 
 def listed(name: str, values: Any) -> list[Any]:
-    """The values of any iterable, else ValueError printing name and value."""
+    """The values of any iterable, else ValueError printing name and value.
+
+    >>> listed("sizes", range(3))
+    [0, 1, 2]
+    """
     try:
         return list(values)
     except TypeError:
