@@ -9,11 +9,14 @@ import operator
 import statistics
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from diffrl.backends import Lost, in_a_thread
+from diffrl.checks import NoReward
 from diffrl.costs import CostModel, Pool, TrainCost
 from diffrl.schedules import Bubble, Interval, Schedule, Trace, sharing
 from diffrl.simulation import Lend, tcss_admit
@@ -31,6 +34,21 @@ class ExecutionError(RuntimeError):
             f"{stage} of step {step}{of} failed {attempts} times, the last time by {type(cause).__name__}: {cause}"
         )
         self.stage, self.step, self.fragment, self.attempts = stage, step, fragment, attempts
+
+
+class Measured(NamedTuple):
+    """What was measured up to the end of a step: the run's own lists, which only grow, and how far they had come."""
+
+    intervals: list[Interval]
+    ends: list[float]
+    known: int
+    steps: int
+
+    def trace(self) -> Trace:
+        """Intervals that began before the last step's end."""
+        until = self.ends[self.steps - 1]
+        kept = [i for i in self.intervals[: self.known] if i.start < until]
+        return Trace(tuple(sorted(kept, key=operator.attrgetter("start"))), tuple(self.ends[: self.steps]))
 
 
 class Flight(NamedTuple):
@@ -65,6 +83,8 @@ class Progress:
         self.lent: list[int] = []  # claimed by the trainer, not generated yet
         self.told: list[list] = [[]]  # per update: metrics of its forward-backwards
         self.metrics: list[dict[str, float]] = []
+        self.seconds: dict[str, float] = {}  # busy with this batch, by kind
+        self.unjudged: dict[int, BaseException] = {}  # fragments for all of whose samples the reward raised
 
     def ready(self) -> list[tuple[float, int]]:
         """(when it became trainable, fragment) of those that can be trained now, a heap."""
@@ -112,10 +132,19 @@ class Conductor:
 
     def begin(self) -> None:
         """Version `start` exists before the clock starts."""
-        first = self.backend.publish(self.published).future
-        while not first.done():
-            self.backend.wait([first], None)
-        first.result()
+        for attempt in range(1, self.retries + 2):
+            first = self.backend.publish(self.published).future
+            while not first.done():
+                self.backend.wait([first], None)
+            error = first.exception()
+            if error is None:
+                break
+            if not isinstance(error, Exception):
+                raise error
+            if attempt > self.retries:
+                raise ExecutionError("publish", self.published, -1, attempt, error) from error
+            if self.backend.lost("trainer", error):
+                self.backend.recover()
         self.origin = self.backend.now()
 
     # ---- one step -----------------------------------------------------------------------------------------------------
@@ -165,8 +194,7 @@ class Conductor:
         for flight in self.flights():
             if flight.deadline is not None and now > flight.deadline and not flight.future.done():
                 self.land(flight)
-                self.backend.replace(flight.resource)
-                self.fail(flight, Lost(f"no answer in {self.timeout} s"), gone=False)
+                self.fail(flight, Lost(f"no answer in {self.timeout} s"), gone=True)
 
     def land(self, flight: Flight) -> None:
         """It is in flight no more; a late answer goes nowhere."""
@@ -181,7 +209,7 @@ class Conductor:
         """Note what a call has come to."""
         _, handle, kind, _, step, fragment, version, *_ = flight
         batch = self.this if step == self.this.step else self.next
-        self.record(flight, start, end)
+        self.record(flight, start, end, batch)
         if kind in ("generate", "help"):
             batch.handles[fragment] = handle
             batch.lent = [i for i in batch.lent if i != fragment]
@@ -203,9 +231,10 @@ class Conductor:
             batch.published, self.published = True, version
             self.ends.append(max(end - self.origin, self.ends[-1] if self.ends else 0.0))
 
-    def record(self, flight: Flight, start: float, end: float) -> None:
+    def record(self, flight: Flight, start: float, end: float, batch: Progress) -> None:
         """Its interval, and its seconds for the running cost."""
         kind, resource = flight.kind, flight.resource
+        batch.seconds[kind] = batch.seconds.get(kind, 0.0) + end - start
         noted = {kind: end - start}
         if kind in ("generate", "help", "train"):
             rows = len(self.schedule.fragments[flight.fragment].samples)
@@ -226,7 +255,7 @@ class Conductor:
     def launch(self, call: Any, kind: str, resource: str, step: int, fragment: int = -1, version: int = -1) -> Flight:
         """A call that was just made, as a flight."""
         now = self.backend.now()
-        limited = self.timeout is not None and kind in ("generate", "reward")
+        limited = self.timeout is not None and kind in ("generate", "reward") and self.backend.pick is None
         deadline = now + self.timeout if limited and self.timeout is not None else None
         return Flight(call.future, call.handle, kind, resource, step, fragment, version, deadline, now)
 
@@ -362,10 +391,8 @@ class Conductor:
         if self.thinking is not None and not self.thinking.done():
             return 0
         self.thinking = in_a_thread("diffrl lend", think)
-        try:
-            return self.thinking.result(THOUGHT)[2]
-        except TimeoutError:
-            return 0
+        wait([self.thinking], timeout=THOUGHT)
+        return self.thinking.result()[2] if self.thinking.done() else 0
 
     # ---- failure ------------------------------------------------------------------------------------------------------
 
@@ -381,11 +408,13 @@ class Conductor:
         stage = kind if of_fragment else "train"
         key = (stage, step, fragment if of_fragment else -1)
         self.attempts[key] = self.attempts.get(key, 0) + 1
-        if self.attempts[key] > self.retries:
-            raise ExecutionError(kind, step, fragment, self.attempts[key], error) from error
-        if gone and flight.resource != "trainer":
-            self.backend.replace(flight.resource)
         batch = self.this if step == self.this.step else self.next
+        if self.attempts[key] > self.retries:
+            if isinstance(error, NoReward) and self.judged_nothing(batch, fragment, error):
+                return
+            raise ExecutionError(kind, step, fragment, self.attempts[key], error) from error
+        if gone:
+            self.renew(flight, self.attempts[key])
         if kind == "generate":
             self.generate(step, fragment, flight.version)
         elif kind == "reward":
@@ -395,12 +424,30 @@ class Conductor:
         elif kind == "publish" and not gone:
             self.plan.appendleft(("publish", -1))
         else:
-            self.train_again(batch, gone=gone, published=kind == "publish")
+            self.train_again(batch, published=kind == "publish")
 
-    def train_again(self, batch: Progress, *, gone: bool, published: bool) -> None:
+    def judged_nothing(self, batch: Progress, fragment: int, error: BaseException) -> bool:
+        """A reward that raises for all samples of a fragment gives them nan, as it would in the whole batch; False where no
+        fragment of the batch is left that it can judge."""
+        batch.unjudged[fragment] = error
+        if len(batch.unjudged) == len(batch.groups):
+            return False
+        rows = len(self.schedule.fragments[fragment].samples)
+        batch.rewards[fragment], batch.scored_at[fragment] = torch.full((rows,), torch.nan), self.backend.now()
+        return True
+
+    def renew(self, flight: Flight, attempts: int) -> None:
+        """A worker in the place of the one that is gone. ExecutionError: there is none to be had."""
+        try:
+            if flight.resource == "trainer":
+                self.backend.recover()
+            else:
+                self.backend.replace(flight.resource)
+        except Exception as error:
+            raise ExecutionError(flight.kind, flight.step, flight.fragment, attempts, error) from error
+
+    def train_again(self, batch: Progress, *, published: bool) -> None:
         """No commit: the trainer forgets what it accumulated, the step's fragments are kept and accumulated anew."""
-        if gone:
-            self.backend.recover()
         self.plan.clear()
         if published:  # the commit stands, its publication does not yet
             self.plan.append(("publish", -1))
@@ -413,8 +460,11 @@ class Conductor:
             self.plan.extend(("help", i) for i in batch.lent)
             self.plan.extend([("restore", -1)] if swap else [])
 
-    def trace(self) -> Trace:
-        """What was measured so far: intervals that began before the last step's end."""
-        until = self.ends[-1]
-        kept = sorted((i for i in self.intervals if i.start < until), key=operator.attrgetter("start"))
-        return Trace(tuple(kept), tuple(self.ends))
+    def measured(self) -> Measured:
+        """What was measured so far."""
+        return Measured(self.intervals, self.ends, len(self.intervals), len(self.ends))
+
+    def close(self, seconds: float = 5.0) -> None:
+        """No thought goes on: what `lend` still thinks about is waited for so long, then left behind."""
+        if self.thinking is not None:
+            wait([self.thinking], timeout=seconds)

@@ -17,7 +17,13 @@ from diffrl.partitions import gap_partition, prompt_partition
 from diffrl.ray_backend import ray_actors, require_ray
 from diffrl.schedules import Schedule
 from diffrl.settings import Bench, Settings, build
-from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_credit, trained_timesteps
+from diffrl.stages import (
+    AlgorithmStages,
+    require_separable_collect,
+    require_separable_credit,
+    require_separable_objective,
+    trained_timesteps,
+)
 from diffrl.types import Algorithm, Params
 
 
@@ -39,6 +45,8 @@ def schedule_for(algorithm: Algorithm, s: Settings) -> Schedule:
     [False, True]
     """
     asked: dict[str, Any] = {"steps": s.steps, "group_size": s.group_size}
+    if s.fragments > 1:
+        require_separable_objective(algorithm, **asked)
     cut = gap_partition
     if s.fragments > 1 and _refused(require_separable_collect, algorithm, **asked, whole_groups=False):
         require_separable_collect(algorithm, **asked, whole_groups=True)
@@ -157,7 +165,4 @@ def _seconds(result: Any) -> dict[str, float]:
         "seconds/reward": ("reward",),
         "seconds/update": ("train", "update"),
     }
-    return {
-        name: sum(i.end - i.start for i in result.trace.intervals if i.step == result.step and i.kind in those)
-        for name, those in kinds.items()
-    }
+    return {name: sum(result.seconds.get(kind, 0.0) for kind in those) for name, those in kinds.items()}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from diffrl.backends import InProcess, in_process
 from diffrl.checks import require_count, require_number
-from diffrl.conductor import Conductor, ExecutionError, Progress
+from diffrl.conductor import Conductor, ExecutionError, Measured, Progress
 from diffrl.costs import CostModel, Pool, fit_train_cost
 from diffrl.lending import bts_search
 from diffrl.loop import _over_updates, _together
@@ -34,7 +34,7 @@ from diffrl.partitions import gap_partition
 from diffrl.ray_backend import ray_actors
 from diffrl.schedules import Schedule, Trace
 from diffrl.simulation import Lend
-from diffrl.stages import AlgorithmStages, PlainStages, Signal, Workers, folded_seeds
+from diffrl.stages import AlgorithmStages, PlainStages, Signal, Workers, folded_seeds, sums_of
 from diffrl.trainers import Trainer, rows_of
 from diffrl.types import Cond
 from diffrl.windows import reward_metrics
@@ -57,12 +57,18 @@ __all__ = [
 
 class StepResult(NamedTuple):
     """A global step that is committed and published: its number, the version it made, its metrics (those of `loop.train`
-    that can be told, and seconds/step), and the trace measured from the start of the run to its end."""
+    that can be told, and seconds/step), and what was measured up to its end. `seconds` of its own intervals, by kind."""
 
     step: int
     version: int
     metrics: dict[str, float]
-    trace: Trace
+    measured: Measured
+    seconds: dict[str, float]
+
+    @property
+    def trace(self) -> Trace:
+        """From the start of the run to the end of this step; made when it is asked for, as it grows with every step."""
+        return self.measured.trace()
 
 
 def run(
@@ -108,7 +114,13 @@ def run(
     if schedule.tag and cost is not None and not cost.helper:
         raise ValueError(f"schedule.tag needs a trainer that can generate: cost.helper >= 1, got {cost.helper}")
     stages = _stages(schedule, workers, cond, seeds)
+    if not callable(lend):
+        raise ValueError(f"lend must be a function (bubble, schedule, cost) -> count, got {lend!r:.80}")
+    if isinstance(workers, AlgorithmStages) and start < workers.start:
+        raise ValueError(f"start={start} comes before the stages' own start={workers.start}")
     made = backend() if callable(backend) else backend
+    if not hasattr(made, "open") or not hasattr(made, "close"):
+        raise ValueError(f"backend must be one, such as in_process or ray_actors(), got {made!r:.80}")
     stop = None if steps is None else start + steps
     options = {"cost": cost, "lend": lend, "retries": retries, "timeout": timeout, "start": start, "stop": stop}
     return _steps(schedule, stages, made, options)
@@ -124,8 +136,11 @@ def _stages(schedule: Schedule, workers: Any, cond: Cond | None, seeds: Tensor |
 
 
 def _steps(schedule: Schedule, stages: Any, backend: Any, options: dict[str, Any]) -> Iterator[StepResult]:
-    clean = False
+    if getattr(backend, "running", False):
+        raise ValueError(f"this backend runs another schedule now: give each run its own, got {backend!r:.80}")
+    clean, conductor = False, None
     try:
+        backend.running = True
         backend.open(stages, schedule)
         conductor = Conductor(schedule, backend, updates=len(stages.windows), **options)
         while conductor.stop is None or conductor.this.step < conductor.stop:
@@ -133,9 +148,12 @@ def _steps(schedule: Schedule, stages: Any, backend: Any, options: dict[str, Any
             batch = conductor.play()
             clean = True
             metrics = _metrics(batch, schedule) | {"seconds/step": conductor.ends[-1] - began} | backend.facts()
-            yield StepResult(batch.step, batch.step + 1, metrics, conductor.trace())
+            yield StepResult(batch.step, batch.step + 1, metrics, conductor.measured(), dict(batch.seconds))
     finally:
         backend.close()
+        backend.running = False
+        if conductor is not None:
+            conductor.close()
         if not clean:  # a step was interrupted: nothing half-accumulated is left behind
             stages.zero()
 
@@ -144,7 +162,7 @@ def _metrics(batch: Progress, schedule: Schedule) -> dict[str, float]:
     """Those of `loop.train`, from what the forward-backwards and commits of a step told."""
     rewards = torch.empty(schedule.rows, dtype=torch.float64)
     for i, values in batch.rewards.items():
-        rewards[list(schedule.fragments[i].samples)] = values.detach().double().cpu()
+        rewards[list(schedule.fragments[i].samples)] = sums_of(values).detach().double().cpu()
     updates = []
     for told, committed in zip(batch.told, batch.metrics, strict=True):
         named: dict[str, list[tuple[float, int]]] = {}
@@ -202,7 +220,7 @@ def calibrate(
     params, rows = stages.snapshot(), list(range(n))
     trajectory = stages.generate(0, params, rows)
     rewards = stages.score(0, rows, trajectory)
-    signal = stages.credit(0, list(range(n // k)), trajectory, rewards.reshape(n // k, k))
+    signal = stages.credit(0, list(range(n // k)), trajectory, rewards.reshape(n // k, k, *rewards.shape[1:]))
     pairs = [(row, t) for row in rows for t in range(timesteps)]
     if not 1 <= require_count("samples", samples) <= n:
         raise ValueError(f"samples must be at most the number of samples {n}, got {samples}")

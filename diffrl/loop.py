@@ -327,7 +327,7 @@ def diagnose(
     """One call, seconds: does this set-up learn the right way at all? The model's params come back bit for bit.
     images: one per prompt, for image-to-video. micro_batch, rollout_chunk: as `train` (gradients are then asked of one part).
 
-    Answers: do the same seeds give the same images; are rewards finite; which share of groups has no spread; does replay
+    Answers: do the same seeds give the same images; does v at t = 1 point to the noise (the sign u = x_0 - eps does not); are rewards finite; which share of groups has no spread; does replay
     equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
@@ -350,7 +350,7 @@ def diagnose(
     try:
         batch, credit = collect()
         again, _ = collect()
-        checks = [_same_seeds(batch, again), _finite_rewards(batch), _spread(batch)]
+        checks = [_same_seeds(batch, again), _towards_noise(batch), _finite_rewards(batch), _spread(batch)]
         window = window_of(batch, credit, torch.arange(batch.rewards.numel()), saved)
         checks.append(_replay(velocity, model.params, window, tolerance))
         checks.extend(_gradients(model, algorithm, _first(window, micro_batch), tolerance))
@@ -392,6 +392,16 @@ def _put_back(params: Params, saved: Params) -> None:
 def _same_seeds(a: Batch, b: Batch) -> Check:
     gap = float((a.trajectory.x_0 - b.trajectory.x_0).abs().max())
     return Check("same seeds, same images", gap == 0, f"largest difference of latents {gap:.3g}")
+
+
+def _towards_noise(batch: Batch) -> Check:
+    """v = eps - x_0 at t = 1 is the state itself less a guess at x_0: cos(v, x_t) near 1, near -1 for u = x_0 - eps."""
+    tr = batch.trajectory
+    j = int(tr.t.argmax())
+    cosine = float(torch.nn.functional.cosine_similarity(tr.v[:, j].flatten(1), tr.x_t[:, j].flatten(1)).mean())
+    detail = f"cosine of v and x_t at t = {float(tr.t[j]):.3g}: {cosine:+.3f}"
+    clear = float(tr.t[j]) > 0.9 and abs(cosine) > 0.2  # an untrained model points nowhere
+    return Check("velocity points to noise", cosine > 0 if clear else None, detail)
 
 
 def _finite_rewards(batch: Batch) -> Check:
@@ -447,7 +457,7 @@ def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterat
     change = change[torch.isfinite(change)]
     mean, error = float(change.mean()), float(change.std() / max(len(change), 1) ** 0.5)
     detail = f"reward {mean:+.4f} +- {error:.4f} after {iterations} iterations on the same seeds"
-    passed = mean >= -2 * error
+    passed = mean >= -2 * error if bool((change != 0).any()) else None  # a constant reward goes nowhere
     b = len(before.trajectory.x_0)
     direction = torch.zeros(b, 1)
     if "direction" in credit:  # where there is one per step, their mean
@@ -458,5 +468,5 @@ def _right_way(before: Batch, credit: Mapping[str, Tensor], after: Batch, iterat
         moved = (after.trajectory.x_0 - before.trajectory.x_0).reshape(b, -1)
         along = torch.nn.functional.cosine_similarity(moved[alive], direction[alive]).mean()
         detail += f"; samples moved along the direction, cosine {float(along):+.3f}"
-        passed = passed and float(along) > 0
+        passed = passed if float(along) > 0 else False
     return Check("the reward goes up", passed, detail)

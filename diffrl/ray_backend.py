@@ -16,7 +16,7 @@ from diffrl.backends import Call, Lost
 from diffrl.checks import require_count
 from diffrl.partitions import even_runs
 from diffrl.schedules import Schedule
-from diffrl.stages import AlgorithmStages, require_separable_collect
+from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_objective
 from diffrl.trainers import Trainer, concatenated
 
 
@@ -148,6 +148,30 @@ def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Fu
     return whole
 
 
+def apart(future: Future) -> Future:
+    """The future whose error says that the ranks may have drifted apart: one may have stepped where another failed.
+
+    >>> done: Future = Future()
+    >>> done.set_result(7)
+    >>> apart(done).result()
+    7
+    """
+    whole: Future = Future()
+    whole.set_running_or_notify_cancel()
+
+    def done(future: Future) -> None:
+        error = future.exception()
+        if error is None:
+            whole.set_result(future.result())
+            return
+        lost = Lost(f"a trainer rank failed to commit: {type(error).__name__}: {error}")
+        lost.__cause__ = error
+        whole.set_exception(lost)
+
+    future.add_done_callback(done)
+    return whole
+
+
 def spanning(results: Sequence[tuple[float, float, Any]]) -> tuple[float, float, list[Any]]:
     """From the first start to the last end, and all values.
 
@@ -180,6 +204,8 @@ class RayActors:
         self.ray = require_ray()
         if self.trainers > 1 and not isinstance(stages, AlgorithmStages):
             raise ValueError(f"trainers={self.trainers}: the gradients of plain Workers cannot be summed over ranks")
+        if self.trainers > 1:
+            require_separable_objective(stages.algorithm, steps=stages.steps, group_size=stages.k)
         if self.generators > 1 and isinstance(stages, AlgorithmStages):
             require_separable_collect(stages.algorithm, steps=stages.steps, group_size=stages.k, whole_groups=False)
         self.own = not self.ray.is_initialized()
@@ -190,6 +216,7 @@ class RayActors:
         if hasattr(stages, "state"):
             self.state = self.ray.put(stages.state())
         self.snapshots: dict[int, Any] = {}
+        self.commits = 0
         names = [f"generator/{i}" for i in range(self.generators)] + [f"reward/{i}" for i in range(self.rewards)]
         self._start([*names, *self._ranks()])
 
@@ -297,17 +324,23 @@ class RayActors:
             start, end, values = spanning(results)
             if len({total for _, total in values}) != 1:
                 raise Lost(f"the params of the trainer ranks differ: checksums {[total for _, total in values]}")
-            self.state = made[names[0]][0]
+            self.state, self.commits = made[names[0]][0], self.commits + 1
             return start, end, values[0][0]
 
-        return Call(joined([self._timed(n, refs[1]) for n, refs in made.items()], combine))
+        told = joined([self._timed(n, refs[1]) for n, refs in made.items()], combine)
+        return Call(apart(told) if len(names) > 1 else told)
 
     def publish(self, version: int) -> Call:
         """A snapshot under this version, in the object store; this process's own stages get the committed state."""
         made = self.actors["trainer/0"].snapshot.options(num_returns=2).remote()
         self.snapshots = {v: s for v, s in self.snapshots.items() if v >= version - 1} | {version: made[0]}
         if hasattr(self.stages, "load"):
-            self.stages.load(self.ray.get(self.state))
+            try:
+                self.stages.load(self.ray.get(self.state))
+            except self.ray.exceptions.RayError as error:  # it lay on a node that is gone
+                gone: Future = Future()
+                gone.set_exception(Lost(f"the state after the commit is lost: {type(error).__name__}: {error}"))
+                return Call(gone)
         return Call(self._timed("trainer/0", made[1]))
 
     def _do(self, what: str, names: Sequence[str]) -> Call:
@@ -338,7 +371,12 @@ class RayActors:
         self._start(names)
 
     def recover(self) -> None:
-        """Every trainer rank anew, as after the last commit."""
+        """Every trainer rank anew, as after the last commit. Lost: plain Workers, which cannot say what that was."""
+        if self.commits and not hasattr(self.stages, "state"):
+            raise Lost(
+                f"the trainer died after {self.commits} commits, and plain Workers have no state to come back with: use "
+                "AlgorithmStages, or begin anew"
+            )
         self.replace("trainer")
 
     def facts(self) -> dict[str, float]:
@@ -367,7 +405,8 @@ def ray_actors(
 
     generators share the rows of each fragment; trainers its pairs or samples, their gradients are summed in order of rank.
     build: makes the stages in each actor (what cannot be pickled: a pipeline, an OCR engine); None: those given to `run` are
-    sent. options: of the actors, e.g. {"num_gpus": 1}. ValueError: counts below 1. ImportError: no Ray.
+    sent. Plain `Workers` train in their actor alone: a trainer that dies after its first commit ends their run. options: of
+    the actors, e.g. {"num_gpus": 1}. ValueError: counts below 1. ImportError: no Ray.
     No example: starts processes.
     """
     require_ray()

@@ -7,6 +7,7 @@ plain workers; the algorithm's disjoint windows for an `Algorithm`.
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -20,9 +21,19 @@ from diffrl.losses import masked_mean
 from diffrl.sampling import _hash63, sample_seeds
 from diffrl.schedules import Pair, Schedule
 from diffrl.states import trained_pairs
-from diffrl.training_checks import check_algorithm, check_optimizer, checked_groups, checked_prompts, checked_reference
+from diffrl.training_checks import (
+    check_algorithm,
+    check_credit,
+    check_optimizer,
+    check_reward,
+    check_rows,
+    checked_groups,
+    checked_prompts,
+    checked_reference,
+    numbers_by_name,
+)
 from diffrl.types import Algorithm, Batch, Cond, Gridded, Params, Reward, Trajectory, Window
-from diffrl.windows import Score, encode, prompts_of_iteration, split_within_prompt
+from diffrl.windows import Score, encode, prompts_of_iteration, split_within_prompt, window_of
 
 Signal = Mapping[str, Tensor] | Tensor
 """What credit tells each sample: rows " g k ..." of a tensor or of several by name."""
@@ -61,14 +72,22 @@ def folded_seeds(seeds: Tensor, step: int) -> Tensor:
 
 
 class PlainStages:
-    """`Workers` as stages: cond and seeds are cut by rows, seeds folded with the step. ValueError: not n rows of each."""
+    """`Workers` as stages: cond and seeds are cut by rows, seeds folded with the step.
+
+    ValueError: not n rows of each, seeds that are no integers >= 0; when they run, workers that answer with other rows than
+    those they were given."""
 
     def __init__(self, workers: Workers, cond: Cond, seeds: Tensor, schedule: Schedule):
         if not isinstance(workers, Workers):
             raise ValueError(f"workers must be Workers or AlgorithmStages, got {workers!r:.80}")
+        if nothing := [name for name, worker in workers._asdict().items() if not callable(worker)]:
+            raise ValueError(f"workers.{nothing[0]} must be a function, got {getattr(workers, nothing[0])!r:.80}")
         if not isinstance(seeds, Tensor) or seeds.shape != (schedule.rows,):
             got = shapes(seeds=seeds) if isinstance(seeds, Tensor) else repr(seeds)
             raise ValueError(f"seeds must be one per row, ({schedule.rows},), got {got}")
+        counts = not (seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool)
+        if not counts or bool((seeds < 0).any()):  # a fraction would be cut off, and samples be the same
+            raise ValueError(f"seeds must be integers >= 0, got {seeds.dtype} {seeds.tolist()!r:.80}")
         require_cond(cond, schedule.rows)
         self.workers, self.cond, self.seeds, self.timesteps = workers, cond, seeds, schedule.timesteps
         self.windows: list[list[int]] = [list(range(schedule.rows))]
@@ -77,27 +96,50 @@ class PlainStages:
         return {name: value[list(rows)] for name, value in self.cond.items()}
 
     def generate(self, step: int, params: Params, rows: Sequence[int]) -> Trajectory:
-        return self.workers.generate(params, folded_seeds(self.seeds[list(rows)], step), self._cond(rows))
+        """`workers.generate` of these rows, with the step's seeds."""
+        made = self.workers.generate(params, folded_seeds(self.seeds[list(rows)], step), self._cond(rows))
+        if not isinstance(made, Trajectory):
+            raise ValueError(f"generate must return a Trajectory, got {type(made).__name__} {made!r:.80}")
+        for name in ("x_0", "x_t", "x_next", "v", "std", "log_prob", "seeds"):
+            check_rows(f"generate's {name}", getattr(made, name), (len(rows),), absent=name != "x_0")
+        return made
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
-        return self.workers.score(trajectory, self._cond(rows))
+        """`workers.score`, one number each."""
+        rewards = self.workers.score(trajectory, self._cond(rows))
+        check_rows("score", rewards, (len(rows),))
+        if rewards.ndim != 1 or not rewards.is_floating_point():
+            raise ValueError(
+                f"score must return floating-point numbers ({len(rows)},), got {rewards.dtype} {tuple(rewards.shape)}"
+            )
+        return rewards.detach()
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
         """`workers.credit` of whole groups, one row per sample: as it is named, or "" for one without names."""
         g, k = rewards.shape
         signal = self.workers.credit(rewards, trajectory.x_0.reshape(g, k, *trajectory.x_0.shape[1:]))
         named = signal if isinstance(signal, Mapping) else {"": signal}
+        for name, value in named.items():
+            check_rows(f"credit{f'[{name!r}]' if name else ''}", value, (g, k))
         return {name: value.reshape(g * k, *value.shape[2:]) for name, value in named.items()}
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
+        """`workers.accumulate` of each pack: (metrics, pairs)."""
         told = signal[""] if signal.keys() == {""} else signal
-        return [(dict(self.workers.accumulate(trajectory, told, pack, total) or {}), len(pack)) for pack in packs]
+        return [
+            (numbers_by_name("accumulate", self.workers.accumulate(trajectory, told, pack, total)), len(pack))
+            for pack in packs
+        ]
 
     def commit(self, step: int, update: int) -> dict[str, float]:
-        return dict(self.workers.commit() or {})
+        return numbers_by_name("commit", self.workers.commit())
 
     def snapshot(self) -> Params:
-        return self.workers.snapshot()
+        """`workers.snapshot`, by name."""
+        params = self.workers.snapshot()
+        if not isinstance(params, Mapping):
+            raise ValueError(f"snapshot must return params by name, got {type(params).__name__} {params!r:.80}")
+        return params
 
     def suspend(self) -> object:
         return self.workers.suspend()
@@ -117,7 +159,8 @@ class AlgorithmStages:
     is one resource: rollout and training then take turns (`lock`); rewards overlap with both.
 
     ValueError, beside those of `loop.train`: an algorithm with a pool (its collect scores by itself) or a memory (what is
-    trained again after a failure would be remembered twice); a reward of several parts; an objective that does not say which states it trains (`objective.steps_per_sample`).
+    trained again after a failure would be remembered twice); an objective that does not say which states it trains
+    (`objective.steps_per_sample`).
     """
 
     def __init__(
@@ -151,8 +194,7 @@ class AlgorithmStages:
             )
         if algorithm.memory is not None:
             raise ValueError(f"an algorithm with a memory ({algorithm.memory!r:.60}) is not supported by a schedule")
-        if getattr(reward, "rewards", None) is not None and callable(getattr(reward, "total", None)):
-            raise ValueError(f"a reward of several parts is not supported by a schedule, got {reward!r:.80}")
+        check_reward(reward)
         if not hasattr(algorithm.objective, "steps_per_sample"):
             raise ValueError("the objective must say which states it trains: set its attribute steps_per_sample")
         self.reference = checked_reference(algorithm, reference, model.params, self.start)
@@ -184,8 +226,11 @@ class AlgorithmStages:
 
     def _batch(self, step: int) -> tuple[list[str], Cond, Tensor]:
         """(texts, cond " g", seeds " g k") of a global step: those of the loop's iteration."""
+        found = self.known.get(step)
+        if found is not None:  # without the lock: a reward does not wait for the end of a rollout or of training
+            return found
         with self.lock:
-            if step not in self.known:
+            if step not in self.known:  # another thread was quicker
                 chosen = prompts_of_iteration(self.seed, step, len(self.prompts), self.g)
                 texts = [self.prompts[p] for p in chosen]
                 device = next(iter(self.model.params.values())).device
@@ -196,7 +241,7 @@ class AlgorithmStages:
 
     def check(self, schedule: Schedule) -> None:
         """ValueError where this algorithm cannot be run by this schedule: rows or group_size that are not its batch's, a
-        collect or a credit that looks at more than what the schedule's fragments hold together (asked of the toy)."""
+        collect, credit or objective that looks at more than what the schedule's fragments hold together (asked of the toy)."""
         if (schedule.rows, schedule.group_size) != (self.g * self.k, self.k):
             raise ValueError(
                 f"the schedule has {schedule.rows} rows in groups of {schedule.group_size}, the batch {self.g * self.k} in groups of {self.k}"
@@ -204,12 +249,14 @@ class AlgorithmStages:
         if len(schedule.fragments) > 1:
             whole = all(_groups_of(f.samples, self.k) is not None for f in schedule.fragments)
             require_separable_collect(self.algorithm, steps=self.steps, group_size=self.k, whole_groups=whole)
+            require_separable_objective(self.algorithm, steps=self.steps, group_size=self.k)
         if not schedule.barrier and self.g > 1:
             require_separable_credit(self.algorithm, steps=self.steps, group_size=self.k)
 
     def generate(self, step: int, params: Params, rows: Sequence[int]) -> Trajectory:
         """The trajectory of these rows of step `step` under `params`, collected as whole groups where they are some."""
         _, cond, seeds = self._batch(step)
+        first = int(seeds[0, 0])  # what a window is drawn from that every fragment shares
         groups = _groups_of(rows, self.k)
         if groups is not None:
             prompts, seeds = torch.tensor(groups), seeds[groups]
@@ -217,26 +264,32 @@ class AlgorithmStages:
             prompts, seeds = torch.tensor(rows) // self.k, seeds.flatten()[list(rows)][:, None]
         cond = {name: value[prompts.to(value.device)] for name, value in cond.items()}
         model = self.model
-        sampler: Any = Gridded(model.velocity, model.times, self.steps, tuple(model.latent_shape()), step)
+        sampler: Any = Gridded(model.velocity, model.times, self.steps, tuple(model.latent_shape()), step, first)
         with torch.no_grad(), self._alone():
             return self.algorithm.collect(sampler, params, cond, seeds, _unscored).trajectory
 
     def score(self, step: int, rows: Sequence[int], trajectory: Trajectory) -> Tensor:
-        """The rewards of these rows, one each, nan where there is none."""
+        """The rewards of these rows, one each, nan where there is none; of j parts " b 1+j", the parts after their sum."""
         score = Score(self.model.decode, self.reward, self._batch(step)[0])
         with torch.no_grad():
-            return score(trajectory.x_0, torch.tensor(rows) // self.k)
+            rewards = score(trajectory.x_0, torch.tensor(rows) // self.k)
+        return rewards if score.parts is None else torch.cat([rewards[:, None], score.parts], dim=1)
 
     def credit(self, step: int, groups: Sequence[int], trajectory: Trajectory, rewards: Tensor) -> dict[str, Tensor]:
         """What the algorithm's credit tells these whole groups, given their rewards " g k"; one row per sample."""
         cond = {name: value[list(groups)] for name, value in self._batch(step)[1].items()}
+        batch = Batch(trajectory, rewards, cond)
+        if rewards.ndim == 3:
+            batch = Batch(trajectory, rewards[..., 0], cond, rewards[..., 1:], getattr(self.reward, "weights", None))
         with torch.no_grad():
-            return dict(self.algorithm.credit(Batch(trajectory, rewards, cond)))
+            told = dict(self.algorithm.credit(batch))
+        check_credit(told, *rewards.shape[:2])
+        return told
 
     def accumulate(self, step, update, rows, trajectory, rewards, signal, packs, total) -> Told:
         """Add the gradient of each pack's share of `total` states; (metrics, states) of each. pairs: (row, timestep)."""
         cond = {n: v[(torch.tensor(rows) // self.k).to(v.device)] for n, v in self._batch(step)[1].items()}
-        window = Window(trajectory, rewards, cond, signal, self.reference)
+        window = Window(trajectory, sums_of(rewards), cond, signal, self.reference)
         objective, told = self.algorithm.objective, []
         pairs = trained_pairs(window, steps_per_sample=objective.steps_per_sample).reshape(len(rows), -1, 2)  # type: ignore[attr-defined]
         timesteps = total // len(self.windows[update])
@@ -293,8 +346,6 @@ class AlgorithmStages:
 
     def state(self) -> dict[str, Any]:
         """Everything a commit changes: params, behaviour params, optimizer. Copies."""
-        import copy
-
         return {
             "params": _copies(self.model.params),
             "behaviour": _copies(self.behaviour),
@@ -307,12 +358,21 @@ class AlgorithmStages:
             for name, p in self.model.params.items():
                 p.copy_(state["params"][name])
         self.behaviour = _copies(state["behaviour"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would step the tensors of `state` else
         self.zero()
 
 
 def _copies(params: Params) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in params.items()}
+
+
+def sums_of(rewards: Tensor) -> Tensor:
+    """What is trained on: the rewards, or the sums of those that have parts (`AlgorithmStages.score`).
+
+    >>> sums_of(torch.tensor([[3.0, 1.0, 2.0]]))
+    tensor([3.])
+    """
+    return rewards if rewards.ndim == 1 else rewards[:, 0]
 
 
 def _unscored(latents: Tensor, rows: Tensor) -> Tensor:
@@ -332,14 +392,15 @@ def _groups_of(rows: Sequence[int], k: int) -> list[int] | None:
 def _toy_batch(algorithm: Algorithm, steps: int, k: int) -> tuple[Callable[[Any, Tensor], Batch], Tensor]:
     toy = import_module("diffrl.tasks.toy")
     model = toy.toy_model()
-    sampler: Any = Gridded(model.velocity, model.times, steps, (2,))
+    drawn = sample_seeds(0, 0, range(3), k)
+    sampler: Any = Gridded(model.velocity, model.times, steps, (2,), first=int(drawn[0, 0]))
 
     def collect(prompts: Any, seeds: Tensor) -> Batch:
         cond = {"prompt": torch.as_tensor(prompts)}
         with torch.no_grad():
             return algorithm.collect(sampler, model.params, cond, seeds, lambda x, rows: x.sum(1) + x[:, 0] ** 3)
 
-    return collect, sample_seeds(0, 0, range(3), k)
+    return collect, drawn
 
 
 def trained_timesteps(algorithm: Algorithm, *, steps: int) -> int:
@@ -407,3 +468,32 @@ def require_separable_credit(algorithm: Algorithm, *, steps: int, group_size: in
                 f"this algorithm's credit[{name!r}] looks at other groups too (a batch's spread, pairs of a batch): "
                 "the schedule must wait for the whole batch (barrier=True)"
             )
+
+
+def require_separable_objective(algorithm: Algorithm, *, steps: int, group_size: int) -> None:
+    """ValueError unless the loss of a sample is the same whoever shares its forward. Asked of the toy, milliseconds.
+
+    >>> from diffrl.algorithms import art
+    >>> require_separable_objective(art(), steps=4, group_size=2) is None
+    True
+    """
+    collect, seeds = _toy_batch(algorithm, steps, group_size)
+    batch = collect([0, 1, 2], seeds)
+    credit = algorithm.credit(batch)
+    toy = import_module("diffrl.tasks.toy").toy_model()
+    params = {name: p.detach() + 0.1 for name, p in toy.params.items()}  # at the old ones every ratio is 1
+
+    def losses(rows: Sequence[int]) -> Tensor:
+        window = window_of(batch, credit, torch.tensor(rows), toy.params)
+        loss, keep, _ = algorithm.objective(toy.velocity, params, window)
+        return torch.where(keep > 0, loss * keep, 0.0).detach().reshape(len(rows), -1)
+
+    with torch.no_grad():
+        b = batch.rewards.numel()
+        rows = range(0, b, max(b // 8, 1))  # some of every group
+        apart, together = torch.cat([losses([row]) for row in rows]), losses(rows)
+    if not torch.allclose(apart, together, rtol=1e-3, atol=1e-5, equal_nan=True):
+        raise ValueError(
+            "this algorithm's objective looks at all samples of a forward (a mean over a micro-batch): cut apart, it is "
+            "another one. Run the batch in one fragment"
+        )

@@ -48,6 +48,17 @@ def rows_of(trajectory: Trajectory, rows: Sequence[int]) -> Trajectory:
     return trajectory._replace(**picked)
 
 
+def _alike(parts: Mapping[int, tuple[Trajectory, Tensor]]) -> dict[int, tuple[Trajectory, Tensor]]:
+    """Rewards beside their trajectories, and as wide as the widest: those of a fragment that could not be judged are nan
+    whatever the number of parts the others' have."""
+    width = max((values.shape[1] for _, values in parts.values() if values.ndim == 2), default=0)
+    alike = {}
+    for i, (trajectory, values) in parts.items():
+        wide = values[:, None].expand(-1, width) if width and values.ndim == 1 else values
+        alike[i] = (trajectory, wide.to(trajectory.x_0.device))
+    return alike
+
+
 class Trainer:
     """One trainer rank: credits complete groups once, accumulates its share of each fragment, commits, generates on loan.
 
@@ -67,6 +78,7 @@ class Trainer:
         """Add fragment `index`'s gradient. parts: (trajectory, rewards) of it and of all that share groups with it."""
         if (step, update, index) in self.ledger:
             raise ValueError(f"step {step}, update {update}: fragment {index} is accumulated already")
+        parts = _alike(parts)
         self._credit(step, index, parts)
         rows, window = self.schedule.fragments[index].samples, self.stages.windows[update]
         chosen = sorted(set(window) & set(rows), key=rows.index)
@@ -111,7 +123,7 @@ class Trainer:
         rewards = torch.cat([values for _, values in parts.values()])
         for groups in [new] if self.schedule.barrier else [[group] for group in new]:
             place = [held.index(group * k + j) for group in groups for j in range(k)]
-            own = rewards[torch.tensor(place, device=rewards.device)].reshape(len(groups), k)
+            own = rewards[torch.tensor(place, device=rewards.device)].reshape(len(groups), k, *rewards.shape[1:])
             signal = self.stages.credit(step, groups, rows_of(together, place), own)
             for i, group in enumerate(groups):
                 self.told[step, group] = {name: value[i * k : (i + 1) * k] for name, value in signal.items()}

@@ -183,3 +183,28 @@ def check_credit(credit: Mapping[str, Tensor], g: int, k: int) -> None:
         if not isinstance(value, Tensor) or value.shape[:1] != (b,):
             got = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"credit[{name!r}] must have one row per sample ({b}), got {got}")
+
+
+def check_rows(name: str, value: Any, lead: tuple[int, ...], *, absent: bool = False) -> None:
+    """ValueError unless a tensor whose first axes are `lead`; absent: or None.
+
+    >>> check_rows("score", torch.zeros(2, 3), (2,)) is None
+    True
+    """
+    if value is None and absent:
+        return
+    if not isinstance(value, Tensor) or tuple(value.shape[: len(lead)]) != lead:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"
+        raise ValueError(f"{name} must be a tensor with leading axes {lead}, got {got}")
+
+
+def numbers_by_name(name: str, told: Any) -> dict[str, float]:
+    """Metrics as floats; {} of None. ValueError: no numbers by name.
+
+    >>> numbers_by_name("commit", {"loss": 1})
+    {'loss': 1.0}
+    """
+    try:
+        return {str(key): float(value) for key, value in dict(told or {}).items()}
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must return numbers by name, or None, got {told!r:.80}") from None

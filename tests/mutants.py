@@ -1377,6 +1377,29 @@ COMMAND_LINE = (
     )
 )
 
+ODD_WORKER_MUTANTS = [
+    *mutants_of(
+        "stages.py",
+        "test_odd_workers.py",
+        ("every_fragment_has_its_own_window", "first = int(seeds[0, 0])", "first = None"),
+        ("parts_are_forgotten", "return rewards if score.parts is None else", "return rewards if True else"),
+        ("the_state_given_is_trained", 'copy.deepcopy(state["optimizer"])', 'state["optimizer"]'),
+        ("a_reward_waits_for_the_module", "        if found is not None:", "        if False:"),
+    ),
+    *mutants_of(
+        "conductor.py",
+        "test_odd_workers.py",
+        ("what_cannot_be_judged_ends_the_run", "isinstance(error, NoReward) and", "False and"),
+        ("a_thought_outlives_its_run", "            wait([self.thinking], timeout=seconds)", "            pass"),
+    ),
+    *mutants_of(
+        "ray_backend.py",
+        "test_ray_backend.py",
+        ("plain_workers_begin_anew", "if self.commits and not hasattr", "if False and not hasattr"),
+    ),
+]
+
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -1400,6 +1423,7 @@ MUTANTS = [
     *SCORER_MUTANTS,
     *EXECUTOR_MUTANTS,
     *COMMAND_LINE,
+    *ODD_WORKER_MUTANTS,
 ]
 
 

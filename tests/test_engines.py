@@ -12,7 +12,7 @@ from small import save_small_pipeline, small_settings
 from toys import same, values_of, wide
 
 from diffrl import run as module
-from diffrl.algorithms import art, dance_grpo, flow_grpo, flow_grpo_fast, nft, sol_rl
+from diffrl.algorithms import art, dance_grpo, flow_grpo, flow_grpo_fast, grpo_guard_as_published, nft, sol_rl
 from diffrl.engines import (
     check_engine,
     engine_rows,
@@ -119,9 +119,10 @@ def test_the_schedule_follows_what_the_algorithm_looks_at():
 
 
 def test_what_an_engine_cannot_run_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    with refuses("looks beyond a group"):
-        check_engine(replace(TOY, steps=10), flow_grpo_fast())
-    check_engine(replace(TOY, steps=10, fragments=1), flow_grpo_fast())
+    check_engine(replace(TOY, steps=10), flow_grpo_fast())
+    with refuses("objective looks at all samples of a forward"):
+        check_engine(TOY, grpo_guard_as_published())
+    check_engine(replace(TOY, fragments=1), grpo_guard_as_published())
     with refuses("fragments must be at most 8"):
         check_engine(replace(TOY, fragments=9), art())
     model = toy_model()

@@ -79,6 +79,28 @@ def test_actors_that_die_are_replaced_and_nothing_is_lost_or_counted_twice(ray, 
 
 
 @pytest.mark.ray
+def test_a_reward_that_hangs_is_killed_and_scored_again(ray, tmp_path):
+    (tmp_path / "score").write_text("hang")
+    stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path))
+    running = run(SCHEDULE, stages, steps=2, backend=backend, timeout=40.0)
+    next(running)
+    assert list(tmp_path.iterdir()) == []  # it did hang
+    next(running)
+    running.close()
+    assert close(stages.model.params, reference("art"))
+
+
+@pytest.mark.ray
+def test_one_of_two_ranks_that_fails_to_commit_takes_the_other_back_with_it(ray, tmp_path):
+    """The other rank has stepped already: with one retry there is no second one in which checksums could tell."""
+    (tmp_path / "commit").write_text("no memory")
+    stages, backend = build(tmp_path), ray_actors(trainers=2, build=builder(tmp_path))
+    list(run(SCHEDULE, stages, steps=1, backend=backend, retries=1))
+    assert list(tmp_path.iterdir()) == []
+    assert close(stages.model.params, reference("art", iterations=1))
+
+
+@pytest.mark.ray
 def test_control_what_fails_for_ever_is_one_error_and_a_state_to_go_on_from(ray, tmp_path):
     stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path))
     running = run(SCHEDULE, stages, steps=2, backend=backend, retries=0, timeout=60.0)

@@ -13,9 +13,10 @@ from executing import Noted, close, reference, stages_of, whole
 from oracles import refuses
 from toys import same
 
-from diffrl.algorithms import art, dance_grpo
+from diffrl.algorithms import art, dance_grpo, grpo_guard_as_published
+from diffrl.backends import Lost
 from diffrl.parallel import Schedule, gap_partition
-from diffrl.ray_backend import RayActors, Worker, joined, ray_actors, require_ray, spanning, summed
+from diffrl.ray_backend import RayActors, Worker, apart, joined, ray_actors, require_ray, spanning, summed
 from diffrl.stages import PlainStages
 
 SCHEDULE = whole(5, fragments=3, pack=4)
@@ -163,3 +164,62 @@ def test_control_one_rank_alone_is_another_gradient():
         worker.train(0, 0, 0, {i: (values, 1) for i, values in enumerate(scored)}, *parts)
     a, b = (worker.gradients()["mean"] for worker in workers)
     assert not torch.allclose(summed([a, b]), a)
+
+
+class RayError(Exception):
+    pass
+
+
+def without_ray(stages):
+    """A backend whose actors answer nothing: what it does by itself."""
+    backend = RayActors(generators=1, rewards=1, trainers=1, build=None, options={}, bitwise=False)
+    backend.stages, backend.commits, backend.snapshots, backend.replaced = stages, 0, {}, []
+    backend.replace = backend.replaced.append
+    return backend
+
+
+def test_a_trainer_of_plain_workers_that_dies_after_a_commit_does_not_begin_anew_in_silence():
+    noted = PlainStages(Noted().workers(), {}, torch.arange(4), Schedule(gap_partition(2, 2, fragments=2), 2))
+    backend = without_ray(noted)
+    backend.recover()  # nothing is lost yet: it begins with the params that were sent
+    backend.commits = 2
+    with pytest.raises(Lost, match="the trainer died after 2 commits, and plain Workers have no state"):
+        backend.recover()
+    assert backend.replaced == ["trainer"]
+    other = without_ray(stages_of(art()))
+    other.commits = 2
+    other.recover()
+    assert other.replaced == ["trainer"]
+
+
+def test_a_state_that_is_lost_with_its_node_is_an_error_of_the_publication():
+    backend = without_ray(stages_of(art()))
+
+    def lost(reference):
+        raise RayError("its node is gone")
+
+    backend.ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayError, RayActorError=GoneError), get=lost)
+    snapshot = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=lambda: (None, None)))
+    backend.actors = {"trainer/0": SimpleNamespace(snapshot=snapshot)}
+    error = backend.publish(3).future.exception(1)
+    assert backend.lost("trainer", error)
+    assert "the state after the commit is lost: RayError: its node is gone" in str(error)
+
+
+def test_ranks_of_which_one_failed_to_commit_have_drifted_apart():
+    """The other one may have stepped: both begin again from the last common state."""
+    first, second = Future(), Future()
+    whole_one, other = apart(first), apart(second)
+    first.set_exception(ZeroDivisionError("rank 1"))
+    second.set_result(7)
+    error = whole_one.exception(1)
+    assert isinstance(error, Lost)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert "a trainer rank failed to commit: ZeroDivisionError: rank 1" in str(error)
+    assert other.result(1) == 7
+
+
+def test_ranks_do_not_share_the_forward_of_an_objective_that_looks_at_all_of_it():
+    pytest.importorskip("ray")
+    with refuses("objective looks at all samples of a forward"):
+        ray_actors(trainers=2).open(stages_of(grpo_guard_as_published()), whole(4))

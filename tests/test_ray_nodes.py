@@ -4,6 +4,8 @@ Negative controls are the tests with `control` in their names.
 """
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,29 @@ def test_a_run_goes_on_when_the_node_of_all_its_actors_is_lost(cluster, tmp_path
     assert all(gone(ray, actor) for actor in before)  # a process may outlive its node for a moment
     next(running)
     assert not before & set(backend.actors.values())  # each was replaced
+    running.close()
+    assert close(stages.model.params, reference("art"))
+
+
+@pytest.mark.ray
+def test_a_node_that_is_lost_in_the_middle_of_a_step_costs_nothing(cluster, tmp_path):
+    """While a reward is scored for long: what is in flight fails, is done again elsewhere, and counts once."""
+    found, node = cluster
+    stages, backend = build(tmp_path), ray_actors(build=builder(tmp_path), options=PLACE)
+    running = run(whole(5, fragments=3, pack=4), stages, steps=2, backend=backend, timeout=120.0, retries=4)
+    next(running)
+    another(found)
+    (tmp_path / "score").write_text("hang")
+
+    def lose():
+        while (tmp_path / "score").exists():
+            time.sleep(0.05)
+        found.remove_node(node, allow_graceful=False)
+
+    losing = threading.Thread(target=lose)
+    losing.start()
+    next(running)
+    losing.join()
     running.close()
     assert close(stages.model.params, reference("art"))
 

@@ -26,9 +26,10 @@ from diffrl.parallel import (
     gap_partition,
     prompt_partition,
 )
-from diffrl.rewards import weighted_sum
+from diffrl.rollouts import collect_window
+from diffrl.sampling import cps_step, random_window
 from diffrl.stages import AlgorithmStages, PlainStages, require_separable_collect, require_separable_credit
-from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+from diffrl.tasks.toy import PROMPTS, toy_model
 from diffrl.trust_region import AdaptiveRadius
 
 # ---- plain workers: what each is asked
@@ -106,6 +107,15 @@ def test_a_credit_of_the_batch_needs_a_barrier():
     require_separable_credit(art(), steps=5, group_size=4)
 
 
+def own_window():
+    """A window drawn from the first seed it happens to be given, whoever else is in the batch."""
+
+    def where(velocity, seeds):
+        return random_window(int(seeds[0, 0]) % 2**63, steps=velocity.steps, size=3)
+
+    return flow_grpo_fast()._replace(collect=collect_window(kernel=cps_step, window=where))
+
+
 def test_a_collect_that_looks_at_its_group_or_batch_is_not_cut_there():
     dance = dance_grpo(updates=1)
     with refuses("looks beyond a sample"):
@@ -113,8 +123,10 @@ def test_a_collect_that_looks_at_its_group_or_batch_is_not_cut_there():
     groups = Schedule(prompt_partition(2, GROUP, fragments=2), GROUP, timesteps=2, pack=WHOLE)
     found, _ = executed(groups, stages_of(dance))
     assert close(found, plain(dance)[0])
-    with refuses("looks beyond a group"):
-        require_separable_collect(flow_grpo_fast(), steps=10, group_size=4, whole_groups=True)
+    require_separable_collect(flow_grpo_fast(), steps=10, group_size=4, whole_groups=False)
+    for whole_groups, message in ((True, "looks beyond a group"), (False, "looks beyond a sample")):
+        with refuses(message):
+            require_separable_collect(own_window(), steps=10, group_size=4, whole_groups=whole_groups)
     require_separable_collect(flow_grpo(), steps=5, group_size=4, whole_groups=False)
 
 
@@ -125,8 +137,8 @@ def test_algorithms_and_rewards_that_a_schedule_cannot_cut_are_refused():
         stages_of(drafted)
     with refuses("an algorithm with a memory"):
         stages_of(art(radius=AdaptiveRadius()))
-    with refuses("a reward of several parts"):
-        stages_of(art(), reward=weighted_sum({"a": toward_compass, "b": toward_compass}))
+    with refuses("reward must be a callable", "None"):
+        stages_of(art(), reward=None)
     with refuses("steps_per_sample"):
         stages_of(art()._replace(objective=lambda *_: None))
     with refuses("prompts_per_iteration=3 of only 2"):

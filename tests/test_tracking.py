@@ -180,6 +180,7 @@ def test_wandb_offline_writes_a_run_that_can_be_synced(tmp_path, monkeypatch):
         assert wandb.run.settings._offline if hasattr(wandb.run.settings, "_offline") else wandb.run.offline
         log({"loss": 0.5, "none": math.nan, "eval/pictures": PICTURES}, 0)
         log({"loss": 0.25}, 3)
+    wandb.teardown()  # its service writes behind our back, until it ends with the process
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-one")
     assert (folder / "run-one.wandb").stat().st_size > 100
     assert len(list((folder / "files" / "media" / "images").rglob("*.png"))) == 2
