@@ -11,22 +11,12 @@ are, the worst case, so that a run is a function of its seed. K = 0 is the plain
 from functools import partial
 
 import common
-import torch
 from common import Run
 
 from diffrl import algorithms as a
-from diffrl.types import Batch
+from diffrl.ranks import joined
 
 FRAGMENTS = 4
-
-
-def joined(first: Batch, second: Batch) -> Batch:
-    """Two batches of prompts as one; the grid of times is shared."""
-    one, two = first.trajectory, second.trajectory
-    both = {n: None if v is None else torch.cat([v, getattr(two, n)]) for n, v in one._asdict().items()}
-    trajectory = one._replace(**both | {"t": one.t, "t_next": one.t_next})
-    cond = {n: torch.cat([v, second.cond[n]]) for n, v in first.cond.items()}
-    return Batch(trajectory, torch.cat([first.rewards, second.rewards]), cond)
 
 
 def stale(algorithm: a.Algorithm, fragments: int) -> a.Algorithm:
@@ -44,7 +34,7 @@ def stale(algorithm: a.Algorithm, fragments: int) -> a.Algorithm:
             if len(seeds[rows]):
                 scored = partial(lambda latents, prompt, first: score(latents, prompt + first), first=rows.start)
                 parts.append(algorithm.collect(velocity, params, told, seeds[rows], scored))
-        return parts[0] if len(parts) == 1 else joined(*parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     return algorithm._replace(collect=collect)
 

@@ -36,19 +36,30 @@ class ExecutionError(RuntimeError):
         self.stage, self.step, self.fragment, self.attempts = stage, step, fragment, attempts
 
 
-class Measured(NamedTuple):
-    """What was measured up to the end of a step: the run's own lists, which only grow, and how far they had come."""
+class MeasuredTrace(Trace):
+    """The trace up to the end of a step, made of the run's own lists, which only grow, when it is asked for: a run of many
+    steps would otherwise copy all of them at each. Intervals that began after the step's end are left out."""
 
-    intervals: list[Interval]
-    ends: list[float]
-    known: int
-    steps: int
+    def __init__(self, intervals: list[Interval], ends: list[float]):
+        object.__setattr__(self, "_lists", (intervals, ends, len(intervals), len(ends)))
 
-    def trace(self) -> Trace:
-        """Intervals that began before the last step's end."""
-        until = self.ends[self.steps - 1]
-        kept = [i for i in self.intervals[: self.known] if i.start < until]
-        return Trace(tuple(sorted(kept, key=operator.attrgetter("start"))), tuple(self.ends[: self.steps]))
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("intervals", "ends"):
+            raise AttributeError(name)
+        intervals, ends, known, steps = self._lists
+        kept = [i for i in intervals[:known] if i.start < ends[steps - 1]]
+        whole = Trace(tuple(sorted(kept, key=operator.attrgetter("start"))), tuple(ends[:steps]))
+        vars(self).update(vars(whole))
+        return getattr(whole, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and (self.intervals, self.ends) == (other.intervals, other.ends)
+
+    def __hash__(self) -> int:
+        return hash((self.intervals, self.ends))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trace, (self.intervals, self.ends)
 
 
 class Flight(NamedTuple):
@@ -460,9 +471,9 @@ class Conductor:
             self.plan.extend(("help", i) for i in batch.lent)
             self.plan.extend([("restore", -1)] if swap else [])
 
-    def measured(self) -> Measured:
+    def trace(self) -> Trace:
         """What was measured so far."""
-        return Measured(self.intervals, self.ends, len(self.intervals), len(self.ends))
+        return MeasuredTrace(self.intervals, self.ends)
 
     def close(self, seconds: float = 5.0) -> None:
         """No thought goes on: what `lend` still thinks about is waited for so long, then left behind."""

@@ -153,16 +153,6 @@ def _rows(running: Any, stages: AlgorithmStages, published: Callable[[Params], N
     try:
         for result in running:
             published(stages.behaviour)
-            yield {"iteration": result.step, **result.metrics, **_seconds(result)}
+            yield {"iteration": result.step, **result.metrics}
     finally:
         running.close()
-
-
-def _seconds(result: Any) -> dict[str, float]:
-    """Busy seconds of the stages in this step, overlapping as they may; the step's own are seconds/step."""
-    kinds = {
-        "seconds/rollout": ("generate", "help"),
-        "seconds/reward": ("reward",),
-        "seconds/update": ("train", "update"),
-    }
-    return {name: sum(result.seconds.get(kind, 0.0) for kind in those) for name, those in kinds.items()}

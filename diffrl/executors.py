@@ -26,12 +26,12 @@ from torch import Tensor
 
 from diffrl.backends import InProcess, in_process
 from diffrl.checks import require_count, require_number
-from diffrl.conductor import Conductor, ExecutionError, Measured, Progress
+from diffrl.conductor import Conductor, ExecutionError, Progress
 from diffrl.costs import CostModel, Pool, fit_train_cost
 from diffrl.lending import bts_search
 from diffrl.loop import _over_updates, _together
 from diffrl.partitions import gap_partition
-from diffrl.ray_backend import ray_actors
+from diffrl.ray_backend import gloo_sum, ray_actors, ray_sum
 from diffrl.schedules import Schedule, Trace
 from diffrl.simulation import Lend
 from diffrl.stages import AlgorithmStages, PlainStages, Signal, Workers, folded_seeds, sums_of
@@ -49,26 +49,31 @@ __all__ = [
     "Workers",
     "calibrate",
     "folded_seeds",
+    "gloo_sum",
     "in_process",
     "ray_actors",
+    "ray_sum",
     "run",
 ]
 
 
+BUSY = {
+    "seconds/rollout": ("generate", "help"),
+    "seconds/reward": ("reward",),
+    "seconds/update": ("train", "update"),
+}
+"""Metric -> the kinds of intervals whose seconds it sums."""
+
+
 class StepResult(NamedTuple):
     """A global step that is committed and published: its number, the version it made, its metrics (those of `loop.train`
-    that can be told, and seconds/step), and what was measured up to its end. `seconds` of its own intervals, by kind."""
+    that can be told; seconds/step, and the busy seconds of its stages, which overlap), and what was measured from the start
+    of the run to its end."""
 
     step: int
     version: int
     metrics: dict[str, float]
-    measured: Measured
-    seconds: dict[str, float]
-
-    @property
-    def trace(self) -> Trace:
-        """From the start of the run to the end of this step; made when it is asked for, as it grows with every step."""
-        return self.measured.trace()
+    trace: Trace
 
 
 def run(
@@ -148,7 +153,7 @@ def _steps(schedule: Schedule, stages: Any, backend: Any, options: dict[str, Any
             batch = conductor.play()
             clean = True
             metrics = _metrics(batch, schedule) | {"seconds/step": conductor.ends[-1] - began} | backend.facts()
-            yield StepResult(batch.step, batch.step + 1, metrics, conductor.measured(), dict(batch.seconds))
+            yield StepResult(batch.step, batch.step + 1, metrics, conductor.trace())
     finally:
         backend.close()
         backend.running = False
@@ -170,7 +175,8 @@ def _metrics(batch: Progress, schedule: Schedule) -> dict[str, float]:
             for name, number in metrics.items():
                 named.setdefault(name, []).append((number, share))
         updates.append({n: _together(n, *zip(*pairs, strict=True)) for n, pairs in named.items()} | committed)
-    return reward_metrics(rewards.reshape(-1, schedule.group_size)) | _over_updates(updates)
+    seconds = {name: sum(batch.seconds.get(kind, 0.0) for kind in kinds) for name, kinds in BUSY.items()}
+    return reward_metrics(rewards.reshape(-1, schedule.group_size)) | _over_updates(updates) | seconds
 
 
 # ---- calibration ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ Trajectories and snapshots stay in Ray's object store; this process sees rewards
 the trainer's state, from which a trainer that died comes back. Ray is imported when a backend is opened: extra `ray`.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffrl.backends import Call, Lost
@@ -18,6 +20,7 @@ from diffrl.partitions import even_runs
 from diffrl.schedules import Schedule
 from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_objective
 from diffrl.trainers import Trainer, concatenated
+from diffrl.types import Params
 
 
 def require_ray() -> Any:
@@ -70,13 +73,24 @@ class Worker:
         """This rank's accumulated gradient; None where it has none (an empty share)."""
         return {name: p.grad for name, p in self.stages.model.params.items()}
 
-    def commit(self, step: int, update: int, *ranks: Mapping[str, Tensor | None]) -> Any:
-        """(state, (start, end, (metrics, checksum))). ranks: the gradients of every rank, summed in their order."""
+    def address(self) -> str:
+        """Where the ranks of a gloo group find rank 0: this node, a port that was free."""
+        ray = require_ray()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def join(self, address: str, rank: int, ranks: int) -> None:
+        """Into the gloo group of the trainer ranks; returns when all are there."""
+        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+
+    def commit(
+        self, step: int, update: int, gather: Callable[..., None] | None = None, *ranks: Mapping[str, Tensor | None]
+    ) -> Any:
+        """(state, (start, end, (metrics, checksum))). gather: sums the gradients of several ranks; ranks: those, if sent."""
         start = time.monotonic()
-        if ranks:
-            for name, p in self.stages.model.params.items():
-                given = [grads[name] for grads in ranks]
-                p.grad = summed([grad for grad in given if grad is not None])
+        if gather is not None:
+            gather(self.stages.model.params, *ranks)
         metrics = self.trainer.commit(step, update)
         state = self.stages.state() if hasattr(self.stages, "state") else None
         total = None if state is None else float(sum(p.double().sum() for p in state["params"].values()))
@@ -113,6 +127,39 @@ def summed(gradients: Sequence[Tensor]) -> Tensor | None:
     for gradient in gradients[1:]:
         total += gradient
     return total
+
+
+def ray_sum(params: Params, *ranks: Mapping[str, Tensor | None]) -> None:
+    """Each param's gradient becomes the sum of the ranks', which Ray's object store has brought here, in order of rank: the
+    same bits on every rank, whatever the network. None where no rank has one.
+
+    >>> w = torch.zeros(2, requires_grad=True)
+    >>> ray_sum({"w": w}, {"w": torch.ones(2)}, {"w": None}, {"w": torch.ones(2)})
+    >>> w.grad
+    tensor([2., 2.])
+    """
+    for name, p in params.items():
+        p.grad = summed([grads[name] for grads in ranks if grads[name] is not None])  # type: ignore[misc]
+
+
+def gloo_sum(params: Params) -> None:
+    """Each param's gradient becomes the sum over the ranks of this process's group, by torch.distributed (gloo): one flat
+    all-reduce per dtype, on the CPU. A rank with an empty share joins with zeros. The same bits on every rank; of three or
+    more the order of summation is gloo's. None where no rank has one.
+
+    No example: needs a process group.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for p in params.values():
+        kinds.setdefault(p.dtype, []).append(p)
+    for dtype, members in kinds.items():
+        counts = torch.tensor([float(p.grad is not None) for p in members], dtype=dtype)
+        grads = [torch.zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.cpu().flatten() for p in members]
+        flat = torch.cat([counts, *grads])
+        torch.distributed.all_reduce(flat)
+        there, *sums = flat.split([len(members), *(p.numel() for p in members)])
+        for p, known, total in zip(members, there.tolist(), sums, strict=True):
+            p.grad = total.reshape(p.shape).to(p.device) if known else None
 
 
 def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Future:
@@ -187,8 +234,19 @@ class RayActors:
     pick = None
 
     def __init__(
-        self, *, generators: int, rewards: int, trainers: int, build: Any, options: Mapping[str, Any], bitwise: bool
+        self,
+        *,
+        generators: int,
+        rewards: int,
+        trainers: int,
+        gradients: Callable[..., None],
+        build: Any,
+        options: Mapping[str, Any],
+        bitwise: bool,
     ):
+        if gradients not in (gloo_sum, ray_sum):
+            raise ValueError(f"gradients must be gloo_sum or ray_sum, got {gradients!r:.80}")
+        self.gradients = gradients
         counts = {"generators": generators, "rewards": rewards, "trainers": trainers}
         for name, count in counts.items():
             require_count(name, count)
@@ -226,6 +284,10 @@ class RayActors:
             self.actors[name] = self._made(name)
         for name in names:
             self._await(name)
+        ranks = self._ranks()
+        if len(ranks) > 1 and self.gradients is gloo_sum and set(ranks) <= set(names):
+            address = self.ray.get(self.actors[ranks[0]].address.remote())
+            self.ray.get([self.actors[n].join.remote(address, i, len(ranks)) for i, n in enumerate(ranks)])
 
     def _await(self, name: str) -> None:
         """Until it is ready. Made again where it never ran: a node that is gone is still given actors for some seconds."""
@@ -316,9 +378,11 @@ class RayActors:
 
     def commit(self, step: int, update: int) -> Call:
         """The same optimizer step on every rank, on the sum of their gradients; their params must agree afterwards."""
-        names = self._ranks()
-        grads = [self.actors[n].gradients.remote() for n in names] if len(names) > 1 else []
-        made = {n: self.actors[n].commit.options(num_returns=2).remote(step, update, *grads) for n in names}
+        names, given = self._ranks(), []
+        if len(names) > 1:
+            sent = self.gradients is ray_sum
+            given = [self.gradients, *([self.actors[n].gradients.remote() for n in names] if sent else [])]
+        made = {n: self.actors[n].commit.options(num_returns=2).remote(step, update, *given) for n in names}
 
         def combine(results: list[Any]) -> Any:
             start, end, values = spanning(results)
@@ -397,13 +461,15 @@ def ray_actors(
     generators: int = 1,
     rewards: int = 1,
     trainers: int = 1,
+    gradients: Callable[..., None] = gloo_sum,
     build: Callable[[], Any] | None = None,
     options: Mapping[str, Any] | None = None,
     bitwise: bool = False,
 ) -> RayActors:
     """Actors on Ray, which is started here unless `ray.init(...)` was called before.
 
-    generators share the rows of each fragment; trainers its pairs or samples, their gradients are summed in order of rank.
+    generators share the rows of each fragment; trainers its pairs or samples, and their gradients are summed: `gloo_sum`
+    (torch.distributed) or `ray_sum` (the object store, in order of rank; also where ranks cannot reach each other's ports).
     build: makes the stages in each actor (what cannot be pickled: a pipeline, an OCR engine); None: those given to `run` are
     sent. Plain `Workers` train in their actor alone: a trainer that dies after its first commit ends their run. options: of
     the actors, e.g. {"num_gpus": 1}. ValueError: counts below 1. ImportError: no Ray.
@@ -411,5 +477,11 @@ def ray_actors(
     """
     require_ray()
     return RayActors(
-        generators=generators, rewards=rewards, trainers=trainers, build=build, options=options or {}, bitwise=bitwise
+        generators=generators,
+        rewards=rewards,
+        trainers=trainers,
+        gradients=gradients,
+        build=build,
+        options=options or {},
+        bitwise=bitwise,
     )

@@ -252,7 +252,7 @@ def clocked(schedule, cost, *, steps=2, lend=bts_search):
     )
     for _ in range(steps):
         conductor.play()
-    return conductor.measured().trace()
+    return conductor.trace()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Negative controls are the tests with `control` in their names.
 
 import _thread
 import copy
+import pickle
 import threading
 import time
 
@@ -17,9 +18,9 @@ from toys import same, values_of
 import diffrl.algorithms as algorithms
 from diffrl.algorithms import art, flow_grpo_fast, grpo_guard, grpo_guard_as_published, mix_grpo
 from diffrl.checks import NoReward
-from diffrl.conductor import ExecutionError, Measured
+from diffrl.conductor import ExecutionError, MeasuredTrace
 from diffrl.executors import in_process, run
-from diffrl.parallel import Schedule, gap_partition, prompt_partition
+from diffrl.parallel import Schedule, Trace, gap_partition, prompt_partition
 from diffrl.rewards import weighted_sum
 from diffrl.stages import require_separable_objective, sums_of
 from diffrl.tasks.toy import toward_compass, toy_model
@@ -206,14 +207,25 @@ def test_what_lend_raises_is_raised_and_its_thought_does_not_outlive_the_run():
 
 def test_a_result_holds_what_all_share_and_its_trace_ends_with_it():
     results = noted_run(SCHEDULE, Noted(generate=0.001, accumulate=0.001), steps=4)
-    assert all(isinstance(r.measured, Measured) for r in results)
-    assert len({id(r.measured.intervals) for r in results}) == 1  # a copy for each would grow with the square
+    step, version, _, first = results[0]
+    assert (step, version, type(first)) == (0, 1, MeasuredTrace)
+    assert isinstance(first, Trace)
+    assert len({id(vars(r.trace)["_lists"][0]) for r in results}) == 1  # a copy for each would grow with the square
+    assert all("intervals" not in vars(r.trace) for r in results)
     for i, result in enumerate(results, 1):
         trace = result.trace
         assert len(trace.ends) == i
         assert {interval.step for interval in trace.intervals} == set(range(i))
         own = [x for x in trace.intervals if x.step == i - 1 and x.kind == "generate"]
-        assert result.seconds["generate"] == pytest.approx(sum(x.end - x.start for x in own))
+        assert result.metrics["seconds/rollout"] == pytest.approx(sum(x.end - x.start for x in own))
+    plain = Trace(first.intervals, first.ends)
+    assert first == plain
+    assert plain == first
+    assert hash(first) == hash(plain)
+    assert type(pickle.loads(pickle.dumps(first))) is Trace
+    assert results[-1].trace != first
+    with pytest.raises(AttributeError, match="nothing"):
+        first.nothing  # noqa: B018
 
 
 def test_the_state_that_is_loaded_is_not_trained():

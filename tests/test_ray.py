@@ -13,7 +13,7 @@ from mortal import build, builder
 
 from diffrl.conductor import ExecutionError
 from diffrl.executors import run
-from diffrl.ray_backend import ray_actors
+from diffrl.ray_backend import gloo_sum, ray_actors, ray_sum
 
 SCHEDULE = whole(5, fragments=3, pack=4)
 
@@ -35,9 +35,10 @@ def ray():
 
 
 @pytest.mark.ray
-def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_path):
+@pytest.mark.parametrize("gradients", [gloo_sum, ray_sum])
+def test_generators_and_trainer_ranks_end_with_the_plain_loop_s_params(ray, tmp_path, gradients):
     stages = build(tmp_path)
-    backend = ray_actors(generators=2, trainers=2, build=builder(tmp_path))
+    backend = ray_actors(generators=2, trainers=2, gradients=gradients, build=builder(tmp_path))
     running = run(SCHEDULE, stages, steps=2, backend=backend)
     results = list(running)
     assert close(stages.model.params, reference("art"))

@@ -3,8 +3,11 @@
 Negative controls are the tests with `control` in their names.
 """
 
+import ast
+import subprocess
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +19,17 @@ from toys import same
 from diffrl.algorithms import art, dance_grpo, grpo_guard_as_published
 from diffrl.backends import Lost
 from diffrl.parallel import Schedule, gap_partition
-from diffrl.ray_backend import RayActors, Worker, apart, joined, ray_actors, require_ray, spanning, summed
+from diffrl.ray_backend import (
+    RayActors,
+    Worker,
+    apart,
+    joined,
+    ray_actors,
+    ray_sum,
+    require_ray,
+    spanning,
+    summed,
+)
 from diffrl.stages import PlainStages
 
 SCHEDULE = whole(5, fragments=3, pack=4)
@@ -36,7 +49,7 @@ def played(workers, *, steps=2):
             for f in SCHEDULE.fragments:
                 for worker in workers:
                     worker.train(step, update, f.index, rewards, *parts)
-            grads = [worker.gradients() for worker in workers] if len(workers) > 1 else []
+            grads = [ray_sum, *(worker.gradients() for worker in workers)] if len(workers) > 1 else []
             done = [worker.commit(step, update, *grads) for worker in workers]
             assert len({times[2][1] for _, times in done}) == 1
     return done[0][0]
@@ -109,7 +122,7 @@ class GoneError(Exception):
 @pytest.mark.parametrize(("deaths", "broken", "made"), [(0, False, 1), (2, False, 3), (3, False, 3), (1, True, 1)])
 def test_an_actor_that_never_ran_is_made_again_unless_it_cannot_be_built(monkeypatch, deaths, broken, made):
     """As where a node is gone that Ray still gives actors to."""
-    backend = RayActors(generators=1, rewards=1, trainers=1, build=None, options={}, bitwise=False)
+    backend = RayActors(generators=1, rewards=1, trainers=1, gradients=ray_sum, build=None, options={}, bitwise=False)
     seen, killed, loaded = [], [], []
 
     def make(name):
@@ -144,6 +157,8 @@ def test_counts_and_stages_that_do_not_fit_are_refused(monkeypatch):
     for name in ("generators", "rewards", "trainers"):
         with refuses(name):
             ray_actors(**{name: 0})
+    with refuses("gradients must be gloo_sum or ray_sum"):
+        ray_actors(gradients=sum)
     schedule = Schedule(gap_partition(2, 2, fragments=2), 2, timesteps=2)
     noted = PlainStages(Noted().workers(), {}, torch.arange(4), schedule)
     backend = ray_actors(trainers=2)
@@ -166,13 +181,60 @@ def test_control_one_rank_alone_is_another_gradient():
     assert not torch.allclose(summed([a, b]), a)
 
 
+OWN = """
+import ast
+import subprocess
+import sys
+import torch
+sys.path[:0] = [{root!r}]
+from diffrl.ray_backend import gloo_sum
+rank = int(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+made = {{"a": torch.float64, "b": torch.float32, "c": torch.float32, "d": torch.float64}}
+params = {{n: torch.zeros(2, 3, dtype=dtype, requires_grad=True) for n, dtype in made.items()}}
+params["a"].grad = torch.full((2, 3), 0.1 + rank, dtype=torch.float64)
+if rank:
+    params["b"].grad = torch.arange(6.0).reshape(2, 3)
+gloo_sum(params)
+print([None if p.grad is None else [str(p.grad.dtype), p.grad.tolist()] for p in params.values()])
+"""
+
+
+def test_gloo_sums_what_the_ranks_have_and_an_empty_share_joins_with_zeros(tmp_path):
+    program = OWN.format(root=str(Path(__file__).parents[1]))
+    command = [sys.executable, "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(r), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    told = [ast.literal_eval(rank.communicate(timeout=200)[0]) for rank in ranks]
+    assert told[0] == told[1]
+    a, b, *absent = told[0]
+    assert a == ["torch.float64", [[0.1 + 1.1] * 3] * 2]
+    assert b == ["torch.float32", torch.arange(6.0).reshape(2, 3).tolist()]
+    assert absent == [None, None]
+
+
+def test_ray_sums_what_is_sent_in_order_of_rank():
+    params = {n: torch.zeros(2, requires_grad=True) for n in "abc"}
+    ranks = [
+        {"a": torch.tensor([1e8, 1.0]), "b": None, "c": None},
+        {"a": torch.tensor([1.0, 2.0]), "b": torch.ones(2), "c": None},
+    ]
+    ray_sum(params, *ranks, {"a": torch.tensor([-1e8, 3.0]), "b": None, "c": None})
+    assert params["a"].grad.tolist() == [0.0, 6.0]  # (1e8 + 1) - 1e8 in float32
+    assert params["b"].grad.tolist() == [1.0, 1.0]
+    assert params["c"].grad is None
+    assert ranks[0]["a"].tolist() == [1e8, 1.0]
+
+
 class RayError(Exception):
     pass
 
 
 def without_ray(stages):
     """A backend whose actors answer nothing: what it does by itself."""
-    backend = RayActors(generators=1, rewards=1, trainers=1, build=None, options={}, bitwise=False)
+    backend = RayActors(generators=1, rewards=1, trainers=1, gradients=ray_sum, build=None, options={}, bitwise=False)
     backend.stages, backend.commits, backend.snapshots, backend.replaced = stages, 0, {}, []
     backend.replace = backend.replaced.append
     return backend

@@ -14,10 +14,12 @@ from diffrl.training_checks import (
     check_credit,
     check_optimizer,
     check_reward,
+    check_rows,
     check_sizes,
     checked_groups,
     checked_prompts,
     checked_reference,
+    numbers_by_name,
 )
 from diffrl.types import Batch, Trajectory
 
@@ -93,3 +95,23 @@ def test_what_is_wrong_is_refused():
         check_behaviour(nft(), 5, model.params, 0)
     with pytest.warns(UserWarning, match="without behaviour="):
         check_behaviour(nft(), None, model.params, 3)
+
+
+# ---- answers of plain workers
+
+
+def test_rows_of_an_answer_are_counted_and_absent_ones_allowed_where_they_may_be():
+    check_rows("score", torch.zeros(2, 3), (2,))
+    check_rows("credit", torch.zeros(2, 4, 1), (2, 4))
+    check_rows("generate's seeds", None, (2,), absent=True)
+    for value in (torch.zeros(3), torch.zeros(()), [0.0, 1.0], None):
+        with refuses("score"):
+            check_rows("score", value, (2,))
+
+
+def test_metrics_by_name_are_floats_and_nothing_is_none():
+    assert numbers_by_name("commit", {"a": torch.tensor(0.5), "b": 2}) == {"a": 0.5, "b": 2.0}
+    assert numbers_by_name("commit", None) == {}
+    for told in ([1.0], {"a": "much"}, {"a": torch.zeros(2)}):
+        with refuses("commit"):
+            numbers_by_name("commit", told)
