@@ -1400,6 +1400,30 @@ ODD_WORKER_MUTANTS = [
 ]
 
 
+LAST_MUTANTS = [
+    *mutants_of(
+        "loop.py",
+        "test_loop.py",
+        ("a_velocity_s_sign_is_not_seen", "cosine > 0 if clear else None", "True if clear else None"),
+        ("an_untrained_model_points_the_wrong_way", "abs(cosine) > 0.2", "abs(cosine) >= 0"),
+        ("a_constant_reward_goes_up", "if bool((change != 0).any()) else None", "if True else None"),
+    ),
+    *mutants_of(
+        "ray_backend.py",
+        "test_ray_backend.py",
+        ("gloo_gives_zeros_where_nobody_has_one", "if known else None", "if True else None"),
+        ("gloo_keeps_its_own", "        torch.distributed.all_reduce(flat)\n", ""),
+        ("ray_sum_of_the_first", "for grads in ranks if grads[name]", "for grads in ranks[:1] if grads[name]"),
+    ),
+    *mutants_of(
+        "conductor.py",
+        "test_odd_workers.py",
+        ("a_trace_ends_with_the_run", "tuple(ends[:steps])", "tuple(ends)"),
+        ("traces_are_never_equal", "isinstance(other, Trace) and (self", "False and (self"),
+    ),
+]
+
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -1424,6 +1448,7 @@ MUTANTS = [
     *EXECUTOR_MUTANTS,
     *COMMAND_LINE,
     *ODD_WORKER_MUTANTS,
+    *LAST_MUTANTS,
 ]
 
 
