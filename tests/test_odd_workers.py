@@ -6,6 +6,7 @@ Negative controls are the tests with `control` in their names.
 import _thread
 import copy
 import pickle
+import signal
 import threading
 import time
 
@@ -159,7 +160,15 @@ def test_a_timeout_has_no_meaning_where_calls_wait_for_their_turn():
     assert len(noted.of("generate")) == 4
 
 
-def test_ctrl_c_leaves_the_last_commit_no_gradient_and_no_thread():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also in a test run that was started in the background, where SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_the_last_commit_no_gradient_and_no_thread(interruptible):
     stages = stages_of(art(updates=1))
     generate = stages.generate
 
