@@ -7,6 +7,7 @@ caller's thread; a step is over when its publication is.
 import heapq
 import operator
 import statistics
+import warnings
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -96,6 +97,7 @@ class Progress:
         self.metrics: list[dict[str, float]] = []
         self.seconds: dict[str, float] = {}  # busy with this batch, by kind
         self.unjudged: dict[int, BaseException] = {}  # fragments for all of whose samples the reward raised
+        self.retries, self.replaced = 0, 0
 
     def ready(self) -> list[tuple[float, int]]:
         """(when it became trainable, fragment) of those that can be trained now, a heap."""
@@ -424,6 +426,13 @@ class Conductor:
             if isinstance(error, NoReward) and self.judged_nothing(batch, fragment, error):
                 return
             raise ExecutionError(kind, step, fragment, self.attempts[key], error) from error
+        batch.retries, batch.replaced = batch.retries + 1, batch.replaced + gone
+        what = f"{kind} of step {step}" + (f", fragment {fragment}" if fragment >= 0 else "")
+        warnings.warn(
+            f"{flight.resource}: {what} failed ({type(error).__name__}: {str(error)[:200]}); "
+            f"{'replaced and ' * gone}done again, {self.attempts[key]} of {self.retries}",
+            stacklevel=2,
+        )
         if gone:
             self.renew(flight, self.attempts[key])
         if kind == "generate":

@@ -78,7 +78,8 @@ def check_engine(s: Settings, algorithm: Algorithm, *, ranks: int = 1) -> None:
     if s.engine == "ray":
         require_ray()
     if algorithm.pool is not None:
-        raise ValueError(f"--engine {s.engine}: an algorithm with a pool ({algorithm.pool}) scores while it collects")
+        asked = f"--draft {s.draft}" if s.draft not in ("", "none") else f"an algorithm with a pool ({algorithm.pool})"
+        raise ValueError(f"{asked} needs --engine loop: it scores while it collects, got --engine {s.engine}")
     if algorithm.memory is not None:
         raise ValueError(f"--engine {s.engine}: an algorithm with a memory ({algorithm.memory!r:.60}) is not supported")
     schedule_for(algorithm, s)

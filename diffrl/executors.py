@@ -176,7 +176,8 @@ def _metrics(batch: Progress, schedule: Schedule) -> dict[str, float]:
                 named.setdefault(name, []).append((number, share))
         updates.append({n: _together(n, *zip(*pairs, strict=True)) for n, pairs in named.items()} | committed)
     seconds = {name: sum(batch.seconds.get(kind, 0.0) for kind in kinds) for name, kinds in BUSY.items()}
-    return reward_metrics(rewards.reshape(-1, schedule.group_size)) | _over_updates(updates) | seconds
+    again = {"retries": float(batch.retries), "replaced": float(batch.replaced)}
+    return reward_metrics(rewards.reshape(-1, schedule.group_size)) | _over_updates(updates) | seconds | again
 
 
 # ---- calibration ------------------------------------------------------------------------------------------------------
@@ -216,7 +217,9 @@ def calibrate(
     sizes, repeats = [require_count("sizes", q) for q in sizes], require_count("repeats", repeats)
     if len(set(sizes)) < 2:
         raise ValueError(f"sizes must hold two distinct counts at least, got {sizes}")
-    n = workers.g * workers.k if isinstance(workers, AlgorithmStages) else 0 if seeds is None else len(seeds)
+    if not isinstance(workers, AlgorithmStages) and not isinstance(seeds, Tensor):
+        raise ValueError(f"plain Workers need cond and seeds (a tensor, one per sample), got seeds {seeds!r:.80}")
+    n = workers.g * workers.k if isinstance(workers, AlgorithmStages) else len(seeds)  # type: ignore[arg-type]
     k = workers.k if isinstance(workers, AlgorithmStages) else n
     if max(sizes) > n:
         raise ValueError(f"sizes must be at most the number of samples {n}, got {sizes}")

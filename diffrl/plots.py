@@ -338,12 +338,14 @@ def lanes_of(trace: Trace) -> list[str]:
 
 
 def utilisation(trace: Trace) -> dict[str, float]:
-    """Busy share of every pool, 1 - idle/makespan; 0 where nothing took time.
+    """Busy share of every pool, 1 - idle/makespan; 0 where nothing took time. ValueError: no Trace.
 
     >>> from diffrl.schedules import Interval
     >>> utilisation(Trace((Interval("trainer", "train", 1, 2, 0),), (4.0,)))
     {'generator': 0.0, 'trainer': 0.25}
     """
+    if not isinstance(trace, Trace):
+        raise ValueError(f"utilisation is of one Trace, got {trace!r:.100}")
     if trace.makespan <= 0:
         return dict.fromkeys(trace.idle, 0.0)
     return {pool: 1 - idle / trace.makespan for pool, idle in trace.idle.items()}

@@ -83,8 +83,8 @@ class PlainStages:
         if nothing := [name for name, worker in workers._asdict().items() if not callable(worker)]:
             raise ValueError(f"workers.{nothing[0]} must be a function, got {getattr(workers, nothing[0])!r:.80}")
         if not isinstance(seeds, Tensor) or seeds.shape != (schedule.rows,):
-            got = shapes(seeds=seeds) if isinstance(seeds, Tensor) else repr(seeds)
-            raise ValueError(f"seeds must be one per row, ({schedule.rows},), got {got}")
+            got = shapes(seeds=seeds) if isinstance(seeds, Tensor) else f"{type(seeds).__name__} {seeds!r:.80}"
+            raise ValueError(f"seeds must be a tensor, one per row, ({schedule.rows},), got {got}")
         counts = not (seeds.is_floating_point() or seeds.is_complex() or seeds.dtype == torch.bool)
         if not counts or bool((seeds < 0).any()):  # a fraction would be cut off, and samples be the same
             raise ValueError(f"seeds must be integers >= 0, got {seeds.dtype} {seeds.tolist()!r:.80}")

@@ -214,6 +214,26 @@ def test_what_lend_raises_is_raised_and_its_thought_does_not_outlive_the_run():
 # ---- what a result holds
 
 
+def test_what_was_done_again_is_told_and_warned_of():
+    asked = []
+
+    def flaky(trajectory, cond):
+        asked.append(len(trajectory.x_0))
+        if len(asked) == 1:
+            raise OSError("judge is down")
+        return torch.arange(float(len(trajectory.x_0)))
+
+    workers = Noted().workers()._replace(score=flaky)
+    with pytest.warns(
+        UserWarning,
+        match=r"reward/0: reward of step 0, fragment 0 failed \(OSError: judge is down\); done again, 1 of 2",
+    ):
+        rows = torch.arange(SCHEDULE.rows)
+        first, second = run(SCHEDULE, workers, {"row": rows}, rows, steps=2)
+    assert (first.metrics["retries"], second.metrics["retries"]) == (1.0, 0.0)
+    assert first.metrics["replaced"] == 0.0
+
+
 def test_a_result_holds_what_all_share_and_its_trace_ends_with_it():
     results = noted_run(SCHEDULE, Noted(generate=0.001, accumulate=0.001), steps=4)
     step, version, _, first = results[0]

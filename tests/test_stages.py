@@ -172,8 +172,8 @@ def test_schedules_and_workers_that_do_not_fit_are_refused_at_the_call():
     schedule = Schedule(gap_partition(2, 2, fragments=1), 2)
     for workers, cond, seeds, message in (
         (None, {}, torch.arange(4), "workers must be Workers"),
-        (Noted().workers(), {}, torch.arange(3), "seeds must be one per row, (4,)"),
-        (Noted().workers(), {}, None, "seeds must be one per row, (4,)"),
+        (Noted().workers(), {}, torch.arange(3), "seeds must be a tensor, one per row, (4,)"),
+        (Noted().workers(), {}, None, "seeds must be a tensor, one per row, (4,)"),
         (Noted().workers(), {"row": torch.arange(3)}, torch.arange(4), "cond['row'] must have leading axis 4"),
     ):
         with refuses(message):
