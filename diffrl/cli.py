@@ -71,6 +71,8 @@ def _streams() -> Iterator[None]:
             if getattr(sys, name) is None:
                 setattr(sys, name, opened.enter_context(open(os.devnull, "w")))
                 opened.callback(setattr, sys, name, None)
+        if getattr(sys.stdout, "errors", "") == "strict" and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path that this locale cannot show stops nothing
         yield
 
 

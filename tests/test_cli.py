@@ -535,6 +535,12 @@ def test_what_is_printed_below_python_does_not_come_between_the_lines(here):
     assert "from below" in done.stderr
 
 
+def test_a_path_that_the_locale_cannot_show_is_escaped(here):
+    done = shell(here, "--output=snow☃ --quiet", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "snow\\u2603: metrics.jsonl" in done.stdout
+
+
 def test_closed_streams_do_not_stop_a_run(here):
     done = shell(here, "--json >&- 2>&-")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
