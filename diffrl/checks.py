@@ -1,13 +1,13 @@
 """Refusals and dtype rules shared by every floor: bad input is refused first, in one place, by one ValueError that
 prints names, shapes and values; arithmetic is float32 or better."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffrl.numbers import nearest as nearest
 from diffrl.numbers import require_count as require_count
 from diffrl.numbers import require_number as require_number
 
@@ -23,17 +23,6 @@ def shapes(**tensors: Any) -> str:
     'a (2, 3), b 1.5'
     """
     return ", ".join(f"{n} {tuple(x.shape) if isinstance(x, Tensor) else repr(x)}" for n, x in tensors.items())
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'art'?)`, to end a refusal with, or nothing where no known word is near.
-
-    >>> nearest("rat", ["art", "nft"]), nearest("xyzzy", ["art", "nft"])
-    (" (did you mean 'art'?)", '')
-    """
-    words = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower().replace("-", "_"), words, n=1)
-    return f" (did you mean {words[close[0]]!r}?)" if close else ""
 
 
 def require_tensors(**tensors: Any) -> None:

@@ -14,8 +14,9 @@ import argparse
 import contextlib
 import json
 import math
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = "diffrl"
+    with _streams(), _termination():
+        return _called(name, words)
+
+
+def _called(name: str, words: Sequence[str]) -> int:
     try:
         options = make_parser().parse_args(words)
         sys.path.insert(0, str(Path.cwd()))  # where --reward MODULE:FUNCTION looks first, as with `python -m`
         name = f"diffrl {options.command}"
         command = {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command]
-        machines = sys.stdout  # what a reward or a library prints must not come between the lines of --json
-        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        with _machines() if options.json else contextlib.nullcontext(sys.stdout) as machines:
             return command(options, words, machines)
     except BrokenPipeError:  # `diffrl train --json | head`: the reader has gone
         with contextlib.suppress(OSError, ValueError):
@@ -56,6 +61,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Where the shell has closed stdout or stderr (`>&-`), Python has None there: what is told goes nowhere."""
+    with contextlib.ExitStack() as opened:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:
+                setattr(sys, name, opened.enter_context(open(os.devnull, "w")))
+                opened.callback(setattr, sys, name, None)
+        if getattr(sys.stdout, "errors", "") == "strict" and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path that this locale cannot show stops nothing
+        yield
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[None]:
+    """SIGTERM is an interrupt, as Ctrl-C is; during the iterations `run` takes it over."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        old = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread
+        old = None
+    try:
+        yield
+    finally:
+        if old is not None:
+            signal.signal(signal.SIGTERM, old)
+
+
+@contextlib.contextmanager
+def _machines() -> Iterator[Any]:
+    """stdout for the lines of --json alone: what a reward or a library prints goes to stderr, also from outside of Python."""
+    told = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:
+        try:
+            real, other = told.fileno() == 1, sys.stderr.fileno()
+        except (OSError, ValueError):  # a notebook's stream or a test's
+            real, other = False, -1
+        if real:
+            told.flush()
+            told = stack.enter_context(open(os.dup(1), "w", encoding="utf-8"))
+            stack.callback(os.dup2, told.fileno(), 1)
+            os.dup2(other, 1)
+        yield told
 
 
 def _failed(name: str, error: Exception, code: int) -> int:
@@ -116,13 +169,18 @@ class _Training:
         """Once the folder is there: those of --track, and the lines of --json."""
         from dataclasses import asdict
 
-        from diffrl.tracking import in_folder, together
+        from diffrl.tracking import forgiving, in_folder, together
 
+        self.begun = True
         with contextlib.ExitStack() as made:  # where the second cannot be made the first is closed
             config = asdict(s)
             logs: list[Any] = []
             for kind in dict.fromkeys(self.options.track):
-                logs.append(made.enter_context(in_folder(kind, folder, start=start, config=config)))
+                try:
+                    log = in_folder(kind, folder, start=start, config=config)
+                except Exception as error:  # such as a refusal of Weights & Biases to let one in
+                    raise ValueError(f"--track {kind}: {error}") from error
+                logs.append(made.enter_context(forgiving(log, f"--track {kind}")))
             made.pop_all()
         return together(*logs, *([self.line] if self.options.json else []))
 
@@ -143,11 +201,19 @@ class _Training:
     def failure(self, error: Exception) -> str:
         """What went wrong, what helps, and how to go on."""
         text = str(error)
-        if type(error).__name__ == "OutOfMemoryError":
+        if _out_of_memory(error):
             text += "; less memory: --micro-batch, --rollout-chunk, --gradient-checkpointing, --encoders-off, --vae-off"
         if (self.folder / "checkpoint" / "checkpoint.json").is_file():
             text += f"; go on from the last checkpoint with: diffrl train --resume {self.folder}"
+        elif self.begun and (self.folder / "metrics.jsonl").is_file():
+            text += f"; begin again with: diffrl train --resume {self.folder}"
         return text
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Of an accelerator, of Python, or of torch on the CPU, which has no name of its own for it."""
+    cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return cpu or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 WITH_RESUME = {"--resume", "--iterations", "--no-pictures", "--quiet", "--json", "--track"}
@@ -166,12 +232,17 @@ def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> 
     from diffrl.run import Interrupted, read_metrics, run
     from diffrl.tracking import require_tracker
 
+    for name in ("output", "resume"):
+        if getattr(options, name) == "":  # an unset variable of a shell is not the default folder
+            raise ValueError(f"--{name} '' is empty")
     folder = Path(options.resume or options.output or f"runs/{options.task}-{options.algorithm}")
     resume: dict[str, Any] = {}
     if options.resume is not None:
         resume = {"resume": True, "iterations": _resumed(options, words)}
     for kind in options.track:
         require_tracker(kind)
+    if len({kind.partition(":")[0] for kind in options.track}) < len(set(options.track)):
+        raise ValueError(f"--track wandb has one project, got {', '.join(options.track)}")
     ranks, told = launched(), _Training(folder, options, machines)
     how: dict[str, Any] = {"progress": told.progress, "announce": told.announce, "pictures": not options.no_pictures}
     how |= {"tracker": told.tracker, "ranks": ranks}
@@ -191,8 +262,7 @@ def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> 
     except BrokenPipeError:
         raise
     except Exception as error:
-        out_of_memory = type(error).__name__ == "OutOfMemoryError"
-        if out_of_memory or (told.begun and isinstance(error, ValueError | ImportError | OSError)):
+        if _out_of_memory(error) or (told.begun and isinstance(error, ValueError | ImportError | OSError)):
             raise _Began(told.failure(error)) from error
         raise
     if ranks.rank == 0:
@@ -208,11 +278,12 @@ def _doctor(options: argparse.Namespace, words: Sequence[str], machines: Any) ->
     import torch
 
     from diffrl.loop import diagnose
-    from diffrl.settings import build
+    from diffrl.settings import build, check_settings
 
     settings = replace(
         _settings(options), prompts_per_iteration=1
     )  # the doctor takes up to eight, however many there are
+    check_settings(settings)
     torch.set_num_threads(settings.threads)
     bench = build(settings)
     report = diagnose(

@@ -1,7 +1,9 @@
 """The options of every command, with their help, defaults and examples; and which commands have which."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from diffrl.cli_text import Parser
@@ -238,30 +240,34 @@ def make_parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def command(name: str, text: str, machines: str, **options: Any) -> argparse.ArgumentParser:
+    def command(name: str, text: str, machines: str, fill: Callable[[Any], None], **more: Any) -> None:
         epilog = f"{EXAMPLES[name]}\n\n{EXIT_CODES}"
-        made = commands.add_parser(name, help=text, description=ABOUT[name], epilog=epilog, **options)
+        made = commands.add_parser(name, help=text, description=ABOUT[name], epilog=epilog, fill=fill, **more)
         made.add_argument(
             "--json", action="store_true", help=f"for machines: {machines} on stdout, words on stderr (default: off)"
         )
-        return made
 
-    train = command("train", "train a model on a task, into a folder", "settings, iterations and summary as JSON lines")
-    _add_train(train)
-    _add_settings(train)
+    def train(made: argparse.ArgumentParser) -> None:
+        _add_train(made)
+        _add_settings(made)
+
     not_here = "an option of diffrl train that the doctor does not use"
-    doctor = command(
+    rows = "settings, iterations and summary as JSON lines"
+    command("train", "train a model on a task, into a folder", rows, train)
+    command(
         "doctor",
         "check in seconds that a set-up learns the right way",
         "the report as one JSON object",
+        partial(_add_settings, without=NOT_THE_DOCTOR_S),
         elsewhere={option_of(name): not_here for name in NOT_THE_DOCTOR_S},
     )
-    _add_settings(doctor, without=NOT_THE_DOCTOR_S)
-    _add_plan(command("plan", "bytes a run's tensors take, before it is started", "the lines as one JSON object"))
-    pretrain = command("pretrain", "train a task's tiny base model from scratch", "what was written as one JSON object")
-    pretrain.add_argument("task", choices=["digits"], help="which base model: digits")
-    pretrain.add_argument(
-        "--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline (required)"
-    )
-    pretrain.add_argument("--seed", type=int, default=0, metavar="INT", help="of everything random (default: 0)")
+    command("plan", "bytes a run's tensors take, before it is started", "the lines as one JSON object", _add_plan)
+    written = "what was written as one JSON object"
+    command("pretrain", "train a task's tiny base model from scratch", written, _add_pretrain)
     return parser
+
+
+def _add_pretrain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", choices=["digits"], help="which base model: digits")
+    parser.add_argument("--output", metavar="FOLDER", required=True, help="new folder of the saved pipeline (required)")
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of everything random (default: 0)")

@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffrl.checks import nearest
+from diffrl.numbers import nearest
 
 COLOURS = {"red": 31, "green": 32}
 NARROWEST, LABEL = 40, 12
@@ -60,15 +60,24 @@ def _fitted(line: str, width: int) -> str:
 
 class Parser(argparse.ArgumentParser):
     """One clear line on bad input, with the nearest known word, and exit code 2. elsewhere: options of other commands, and what
-    to say of them here."""
+    to say of them here. fill: adds the options once words are to be parsed, so that a command costs what it imports alone."""
 
-    def __init__(self, *arguments: Any, elsewhere: Mapping[str, str] | None = None, **options: Any):
+    def __init__(
+        self,
+        *arguments: Any,
+        elsewhere: Mapping[str, str] | None = None,
+        fill: Callable[[Any], None] | None = None,
+        **options: Any,
+    ):
         super().__init__(*arguments, **{"formatter_class": Formatter, "allow_abbrev": False, **options})
-        self.elsewhere, self.given = dict(elsewhere or {}), list[str]()
+        self.elsewhere, self.given, self.fill = dict(elsewhere or {}), list[str](), fill
 
     def parse_known_args(self, args=None, namespace=None) -> Any:
         """Unknown options are this parser's error: the command's, which knows the nearest one, not the top parser's."""
         self.given = list(args or ())
+        if self.fill is not None:
+            fill, self.fill = self.fill, None
+            fill(self)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -99,7 +99,7 @@ def file_digests(s: Settings) -> dict[str, dict[str, Any]]:
     if s.images is not None:
         digest, listed = hashlib.sha256(), Path(s.images)
         try:
-            names = [line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
+            names = [line.strip() for line in listed.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
             for name in names:
                 digest.update(name.encode() + hashlib.sha256((listed.parent / name).read_bytes()).digest())
         except OSError as error:

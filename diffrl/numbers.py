@@ -1,7 +1,9 @@
-"""Refusals of plain numbers, without torch: what `checks` says about tensors, said about counts and seconds."""
+"""Refusals of plain numbers and words, without torch: what `checks` says about tensors, said about counts and seconds."""
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -55,3 +57,14 @@ def listed(name: str, values: Any) -> list[Any]:
         return list(values)
     except TypeError:
         raise ValueError(f"{name} must be a sequence, got {values!r:.120}") from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'art'?)`, to end a refusal with, or nothing where no known word is near.
+
+    >>> nearest("rat", ["art", "nft"]), nearest("xyzzy", ["art", "nft"])
+    (" (did you mean 'art'?)", '')
+    """
+    words = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower().replace("-", "_"), words, n=1)
+    return f" (did you mean {words[close[0]]!r}?)" if close else ""

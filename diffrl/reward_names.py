@@ -40,15 +40,16 @@ def is_known(name: str) -> bool:
     return name in REWARDS or name.partition(":")[0] in (*LOADED, "remote")
 
 
-def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
+def make_reward(name: str, *, threads: int = 2, device: Any = "cpu", option: str = "--reward") -> Reward:
     """A reward by its name: see `FORMS`; anything else is MODULE:FUNCTION, a reward itself.
 
     Args:
         threads: of the OCR engine.
         device: of a loaded model.
+        option: what errors call it.
 
     Raises:
-        ValueError: no such reward, a model that cannot be loaded, a function that cannot be imported; names --reward.
+        ValueError: no such reward, a model that cannot be loaded, a function that cannot be imported; names the option.
         ImportError: a package is missing.
 
     >>> import torch
@@ -62,18 +63,18 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu") -> Reward:
         try:
             return remote(after) if before == "remote" else _loaded(before, after, device)
         except ValueError as error:
-            raise ValueError(f"--reward {name!r}: {error}") from error
+            raise ValueError(f"{option} {name!r}: {error}") from error
     if not after:
         near = nearest(name, (*REWARDS, *LOADED, "remote"))
-        raise ValueError(f"--reward must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}{near}")
+        raise ValueError(f"{option} must be one of {', '.join(FORMS)}, or MODULE:FUNCTION, got {name!r}{near}")
     try:
         found = getattr(import_module(before), after)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--reward {name!r} cannot be imported: {error}") from None
+        raise ValueError(f"{option} {name!r} cannot be imported: {error}") from None
     except Exception as error:  # whatever the user's module raises when it is imported
-        raise ValueError(f"--reward {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{option} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise ValueError(f"--reward {name!r} is not callable: {found!r}")
+        raise ValueError(f"{option} {name!r} is not callable: {found!r}")
     return found
 
 

@@ -41,7 +41,7 @@ from diffrl.loop import Checkpoint, load_checkpoint, restore_checkpoint, save_ch
 from diffrl.plots import last_update, require_matplotlib
 from diffrl.ranks import Ranks, alone
 from diffrl.sampling import chunked, rollout, sample_seeds
-from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, evaluate
+from diffrl.settings import HELD_OUT_SEED, Bench, Evaluation, Settings, build, check_settings, evaluate
 from diffrl.tracking import MOST_PICTURES
 from diffrl.training_checks import checked_groups
 from diffrl.types import Params
@@ -145,6 +145,7 @@ def _begun(
     assert s is not None
     if pictures:
         require_matplotlib()
+    check_settings(s)
     torch.set_num_threads(s.threads)
     bench = build(s)
     check_engine(s, bench.algorithm, ranks=ranks.size)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -144,6 +144,7 @@ def check_settings(s: Settings) -> None:
         value = getattr(s, name)
         if value not in known:
             raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}")
+    _check_plain(s)
     require_count("--lora-rank", s.lora_rank, low=0)
     for name in ("iterations", "prompts_per_iteration", "steps", "lora_alpha", "eval_every"):
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
@@ -170,6 +171,16 @@ def check_settings(s: Settings) -> None:
         torch.empty(0, device=s.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {s.device!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
+def _check_plain(s: Settings) -> None:
+    """ValueError: an empty name, as an unset variable of a shell leaves it; an integer beyond those of torch."""
+    for name, value in asdict(s).items():
+        option = f"--{name.replace('_', '-')}"
+        if value == "" and name != "draft_skip":
+            raise ValueError(f"{option} '' is empty")
+        if name != "seed" and isinstance(value, int) and abs(value) >= 2**31:
+            raise ValueError(f"{option} must be below 2**31, got {value}")
 
 
 def _check_engine(s: Settings) -> None:
@@ -339,7 +350,9 @@ def build(s: Settings) -> Bench:
     algorithm = make_algorithm(s)
     rehearse(algorithm, s)
     reward = Judge(make_reward(s.reward, threads=s.threads, device=s.device))
-    held_out = None if s.held_out_reward is None else make_reward(s.held_out_reward, threads=s.threads, device=s.device)
+    held_out = None
+    if s.held_out_reward is not None:
+        held_out = make_reward(s.held_out_reward, threads=s.threads, device=s.device, option="--held-out-reward")
     pipe, prompts, options = _pipeline(s)
     images = None if s.images is None else read_images(s.images, len(prompts))
     if s.prompts_per_iteration > len(prompts):
@@ -388,7 +401,7 @@ def read_prompts(path: str) -> list[str]:
     if not Path(path).is_file():
         raise ValueError(f"--prompts {path!r} is no file")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # editors may begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path!r} is not UTF-8 text: {error}") from None
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -404,7 +417,7 @@ def read_images(path: str, prompts: int) -> list[Any]:
 
     if not Path(path).is_file():
         raise ValueError(f"--images {path!r} is no file")
-    names = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    names = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if len(names) != prompts:
         raise ValueError(f"--images {path!r} names {len(names)} pictures for {prompts} prompts")
     images = []

@@ -13,7 +13,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -26,6 +27,7 @@ from diffrl.checks import nearest, require_count
 
 TRACKERS = ("tensorboard", "wandb", "jsonl")
 """What `--track` takes; wandb also as wandb:PROJECT."""
+WANDB_MODES = ("offline", "online", "disabled")
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 MOST_PICTURES = 16
 
@@ -73,6 +75,8 @@ def split_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float | N
         if not isinstance(name, str) or not name:
             raise ValueError(f"names of metrics are strings, got {name!r}")
         if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim in (4, 5) and value.shape[-1] == 3:
+            if not value.numel():
+                raise ValueError(f"metric {name!r}: there are no pixels in pictures of shape {tuple(value.shape)}")
             pictures[name] = (value if value.ndim == 4 else value[:, value.shape[1] // 2]).cpu()
             continue
         if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a scalar of torch or numpy
@@ -80,25 +84,49 @@ def split_metrics(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float | N
         if value is not None and not isinstance(value, Real):
             told = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
             raise ValueError(f"metric {name!r} must be a number or pictures (uint8 b h w 3 or b f h w 3), got {told}")
-        if value is None or not math.isfinite(value):
+        try:
+            finite = value is not None and math.isfinite(value)
+        except OverflowError:
+            raise ValueError(f"metric {name!r} is an integer beyond every float") from None
+        if not finite:
             numbers[name] = None
         else:
-            numbers[name] = int(value) if isinstance(value, int) else float(value)
+            numbers[name] = int(value) if isinstance(value, int) else float(value)  # type: ignore[arg-type]
     return numbers, pictures
 
 
 def require_tracker(kind: str) -> None:
-    """ImportError with the command that installs what a tracker of this kind needs; ValueError: there is no such kind.
+    """ImportError with the command that installs what a tracker of this kind needs; ValueError: there is no such kind, or
+    Weights & Biases would refuse its project's name or WANDB_MODE.
 
     >>> require_tracker("paper")
     Traceback (most recent call last):
     ValueError: --track must be one of tensorboard, wandb, jsonl, got 'paper'
     """
-    kind = kind.partition(":")[0] if kind.startswith("wandb:") else kind
+    kind, _, project = kind.partition(":") if kind.startswith("wandb:") else (kind, "", "")
     if kind not in TRACKERS:
         raise ValueError(f"--track must be one of {', '.join(TRACKERS)}, got {kind!r}{nearest(kind, TRACKERS)}")
+    _require_package(kind)
+    if kind == "wandb":
+        if len(project) > 128 or set(project) & set("/\\#?%:"):
+            raise ValueError(
+                f"--track wandb: a project's name has at most 128 characters, none of /\\#?%:, got {project!r}"
+            )
+        _require_mode(_wandb_mode(), "WANDB_MODE")
+
+
+def _require_package(kind: str) -> None:
     if kind in PACKAGES and not _installed(PACKAGES[kind]):
         raise ImportError(f"tracking by {kind} needs {PACKAGES[kind]}: pip install 'diffrl[{kind}]'")
+
+
+def _require_mode(mode: str, name: str) -> None:
+    if mode not in WANDB_MODES:
+        raise ValueError(f"{name} must be offline, online or disabled, got {mode!r}")
+
+
+def _wandb_mode() -> str:
+    return os.environ.get("WANDB_MODE") or "offline"
 
 
 def _installed(package: str) -> bool:
@@ -108,17 +136,24 @@ def _installed(package: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def _written(path: str | Path) -> Iterator[None]:
+    """An OSError while a tracker is made is a ValueError that names its file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+
+
 def to_jsonl(path: str | Path) -> Tracker:
     """One JSON object per call, appended to the file: "step", then the numbers, null where there is none. Pictures are left
     out. Each line is there when the call returns. ValueError: the file cannot be opened.
 
     No example: writes a file.
     """
-    try:
+    with _written(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115, closed by the tracker
-    except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
 
     def write(numbers: dict[str, Any], pictures: dict[str, Tensor], step: int) -> None:
         file.write(json.dumps({"step": step, **numbers}) + "\n")
@@ -131,14 +166,15 @@ def to_tensorboard(folder: str | Path, *, start: int | None = None) -> Tracker:
     """TensorBoard's event files in `folder`: `tensorboard --logdir FOLDER`. Of pictures the first 16 of each name.
 
     start: the first step of a run that goes on: what an earlier writer noted at it or later is not shown any more.
-    ImportError: tensorboard is not installed.
+    ImportError: tensorboard is not installed. ValueError: the folder cannot be written.
 
     No example: writes a folder.
     """
-    require_tracker("tensorboard")
+    _require_package("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder), purge_step=start)
+    with _written(folder):
+        writer = SummaryWriter(str(folder), purge_step=start)
 
     def write(numbers: dict[str, Any], pictures: dict[str, Tensor], step: int) -> None:
         for name, value in numbers.items():
@@ -163,16 +199,16 @@ def to_wandb(
 
     mode: "offline", "online" or "disabled". folder: where its own folder "wandb" is made. run_id: one that is given again
     goes on with that run once it is synced. config: e.g. the settings. ImportError: wandb is not installed. ValueError: another
-    mode.
+    mode, a folder that cannot be written.
 
     No example: starts wandb.
     """
-    if mode not in ("offline", "online", "disabled"):
-        raise ValueError(f"mode must be offline, online or disabled, got {mode!r}")
-    require_tracker("wandb")
+    _require_mode(mode, "mode")
+    _require_package("wandb")
     import wandb
 
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    with _written(folder):
+        Path(folder).mkdir(parents=True, exist_ok=True)
     going_on: dict[str, Any] = {} if run_id is None else {"id": run_id, "resume": "allow"}
     run = wandb.init(
         project=project,
@@ -218,6 +254,36 @@ def together(*logs: Callable[[Mapping[str, Any], int], None]) -> Tracker:
     return Tracker(write, close)
 
 
+def forgiving(log: Callable[[Mapping[str, Any], int], None], name: str) -> Tracker:
+    """`log`, but its first error is a warning that names it, and the last it is told: a full disk or a lost connection of a
+    tracker does not end days of training, whose metrics.jsonl has every row. ValueError: one that is no function.
+
+    >>> log = forgiving(lambda metrics, step: 1 / 0, "mine")
+    >>> with warnings.catch_warnings(record=True) as told:
+    ...     log({"loss": 0.5}, 3)
+    >>> str(told[0].message)
+    'mine failed and is told nothing more: ZeroDivisionError: division by zero'
+    """
+    if not callable(log):
+        raise ValueError(f"trackers are callables (metrics, step), got {log!r}")
+    failed: list[Exception] = []
+
+    def attempt(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if not failed:
+                told = f"{name} failed and is told nothing more: {type(error).__name__}: {error}"
+                warnings.warn(told, stacklevel=2)
+            failed.append(error)
+
+    def write(numbers: dict[str, Any], pictures: dict[str, Tensor], step: int) -> None:
+        if not failed:
+            attempt(lambda: log({**numbers, **pictures}, step))
+
+    return Tracker(write, lambda: attempt(getattr(log, "close", lambda: None)))
+
+
 def in_folder(kind: str, folder: str | Path, *, start: int = 0, config: Mapping[str, Any] | None = None) -> Tracker:
     """The tracker of `--track KIND` inside a run's folder: tensorboard/, wandb/ or track.jsonl. Weights & Biases: the project is
     "diffrl" or what follows the colon, the run's name is the folder's, and it is offline unless WANDB_MODE says otherwise.
@@ -232,5 +298,4 @@ def in_folder(kind: str, folder: str | Path, *, start: int = 0, config: Mapping[
     if kind == "jsonl":
         return to_jsonl(folder / "track.jsonl")
     project = kind.partition(":")[2] or "diffrl"
-    mode = os.environ.get("WANDB_MODE", "offline")
-    return to_wandb(project, mode=mode, folder=folder, name=folder.resolve().name, config=config)
+    return to_wandb(project, mode=_wandb_mode(), folder=folder, name=folder.resolve().name, config=config)

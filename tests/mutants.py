@@ -1424,6 +1424,32 @@ LAST_MUTANTS = [
 ]
 
 
+COMMAND_MUTANTS = [
+    *mutants_of(
+        "cli.py",
+        "test_cli.py",
+        ("cli:stdout_below_python", "            os.dup2(other, 1)\n", ""),
+        ("cli:sigterm_kills", "        old = signal.signal(signal.SIGTERM, stop)\n", "        old = None\n"),
+        ("cli:closed_streams", 'for name in ("stdout", "stderr"):', "for name in ():"),
+        ("cli:empty_folder", 'if getattr(options, name) == "":', "if False:"),
+    ),
+    *mutants_of(
+        "tracking.py",
+        "test_tracking.py",
+        (
+            "tracking:told_after_failing",
+            "        if not failed:\n            attempt(",
+            "        if True:\n            attempt(",
+        ),
+        ("tracking:no_pixels", "if not value.numel():", "if False:"),
+    ),
+    *mutants_of(
+        "settings.py",
+        "test_cli.py",
+        ("settings:beyond_torch", "abs(value) >= 2**31", "False"),
+    ),
+]
+
 MUTANTS = [
     *CHECKS,
     *SAMPLING,
@@ -1449,6 +1475,7 @@ MUTANTS = [
     *COMMAND_LINE,
     *ODD_WORKER_MUTANTS,
     *LAST_MUTANTS,
+    *COMMAND_MUTANTS,
 ]
 
 

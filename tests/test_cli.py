@@ -29,6 +29,7 @@ from diffrl.loop import Check, Report
 from diffrl.run import Interrupted
 from diffrl.settings import Bench, Judge, Settings
 from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+from diffrl.tracking import Tracker
 from diffrl.version import __version__
 
 
@@ -193,6 +194,13 @@ def test_what_cannot_be_parsed_is_one_line_with_the_nearest_word(here, capsys, a
         ({"guidance_scale": 0.5}, "guidance_scale.*0.5"),
         ({"device": "abacus"}, "--device 'abacus'"),
         ({"learning_rate": "nan"}, "--learning-rate.*nan"),
+        ({"threads": 0}, "--threads must be an integer >= 1, got 0"),
+        ({"lora_rank": 10**30}, r"--lora-rank must be below 2\*\*31, got 10"),
+        ({"micro_batch": 2**31}, r"--micro-batch must be below 2\*\*31, got 2147483648"),
+        ({"model": ""}, "--model '' is empty"),
+        ({"images": ""}, "--images '' is empty"),
+        ({"held_out_reward": "beauty"}, "--held-out-reward must be one of .*, got 'beauty'"),
+        ({"held_out_reward": "nowhere:f"}, "--held-out-reward 'nowhere:f' cannot be imported"),
         ({"reward": "small:wrong_length"}, r"reward must return one number per image, shape \(8,\), got shape \(9,\)"),
         ({"reward": "small:always_raises"}, "reward raised for all 8 images: RuntimeError: no weights of any kind"),
     ],
@@ -279,6 +287,18 @@ def test_settings_beside_resume_are_refused_by_name(here, capsys, more):
     assert called("train", "--resume", "r", *more) == 2
     line = one_line(capsys.readouterr().err)
     assert f"--resume reads its settings from r: {more[0].split('=')[0]} cannot be given" in line
+
+
+@pytest.mark.parametrize("option", ["--output", "--resume"])
+def test_an_empty_folder_is_not_the_default_one(here, capsys, option):
+    assert called("train", f"{option}=") == 2
+    assert one_line(capsys.readouterr().err) == f"diffrl train: error: {option} '' is empty"
+    assert not list(here.iterdir())
+
+
+def test_doctor_refuses_threads_that_cannot_be(here, capsys):
+    assert called("doctor", "--threads=0") == 2
+    assert "--threads must be an integer >= 1, got 0" in one_line(capsys.readouterr().err)
 
 
 def test_pretrain_refuses_a_folder_that_exists(here, capsys):
@@ -463,6 +483,75 @@ def test_the_package_is_a_command_too():
     done = subprocess.run([sys.executable, "-m", "diffrl", "--version"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("diffrl ")
+
+
+def test_version_help_and_a_mistyped_command_need_no_torch():
+    """They answer at once, and so does Ctrl-C while torch is imported: by then `main` is there."""
+    code = "import sys; from diffrl.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    for words_given in (["--version"], ["--help"], ["trian"], ["pretrain", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *words_given], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", code, "train", "--help"], capture_output=True, text=True, timeout=300)
+    assert "AssertionError" in done.stderr  # control: the options of train are those of its settings, which need it
+
+
+IN_A_SHELL = """
+import os, sys
+import torch
+from diffrl import cli, run, settings
+from diffrl.settings import Bench, Judge
+from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
+def noisy(points, prompts):
+    os.write(1, b"from below\\n")
+    return toward_compass(points, prompts)
+def build(s):
+    if "stop" in os.environ:
+        os.kill(os.getpid(), int(os.environ["stop"]))
+    return Bench(toy_model(), list(PROMPTS), Judge(noisy), None, settings.make_algorithm(s))
+run.build = build
+sys.exit(cli.main())
+"""
+
+
+def shell(folder, ending="", **environment):
+    """`diffrl train` of the toy in a shell, with redirections at the end of the line."""
+    (folder / "toy.py").write_text(IN_A_SHELL)
+    line = f"{sys.executable} toy.py train {' '.join(TOY)} --no-pictures --output=r {ending}"
+    root = str(Path(cli.__file__).parents[1])
+    return subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": root, **environment},
+    )
+
+
+def test_what_is_printed_below_python_does_not_come_between_the_lines(here):
+    done = shell(here, "--json --quiet")
+    assert done.returncode == 0, done.stderr
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 5
+    assert "from below" in done.stderr
+
+
+def test_a_path_that_the_locale_cannot_show_is_escaped(here):
+    done = shell(here, "--output=snow☃ --quiet", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "snow\\u2603: metrics.jsonl" in done.stdout
+
+
+def test_closed_streams_do_not_stop_a_run(here):
+    done = shell(here, "--json >&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len((here / "r" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_sigterm_while_the_model_loads_is_130(here):
+    done = shell(here, stop="15")
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "diffrl train: interrupted"
+    assert not (here / "r").exists()
 
 
 # ---- what is said beforehand
@@ -662,6 +751,55 @@ def test_control_a_mistake_of_the_library_s_own_is_not_hidden(here, toy, monkeyp
     monkeypatch.setattr(run_module, "build", lambda s: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         called("train", *TOY, "--no-pictures", "--quiet", "--output=r")
+
+
+def test_out_of_memory_of_the_cpu_is_one_line_too(here, capsys, toy, monkeypatch):
+    monkeypatch.setattr(run_module, "build", lambda s: torch.empty(2**50))
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r") == 1
+    assert "less memory: --micro-batch" in one_line(capsys.readouterr().err)
+
+
+def test_a_failure_before_any_checkpoint_says_how_to_begin_again(here, capsys, toy, monkeypatch):
+    def full(folder, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "save_checkpoint", full)
+        assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r") == 1
+    assert one_line(capsys.readouterr().err).endswith("device; begin again with: diffrl train --resume r")
+    assert called("train", "--resume=r", "--no-pictures", "--quiet") == 0
+
+
+# ---- a tracker that fails
+
+
+def test_a_tracker_that_fails_is_told_nothing_more_and_the_run_goes_on(here, toy, monkeypatch):
+    told = []
+
+    def lost(metrics, step):
+        told.append(step)
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr("diffrl.tracking.to_jsonl", lambda path: Tracker(lambda n, p, s: lost(n, s), lambda: None))
+    with pytest.warns(UserWarning, match="--track jsonl failed and is told nothing more: ConnectionError: gone"):
+        assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r", "--track=jsonl") == 0
+    assert told == [0]
+    assert len((here / "r" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_tracker_that_cannot_be_made_is_1_for_the_folder_is_there(here, capsys, toy, monkeypatch):
+    monkeypatch.setattr("diffrl.tracking.to_jsonl", lambda path: 1 / 0)
+    assert called("train", *TOY, "--no-pictures", "--quiet", "--output=r", "--track=jsonl") == 1
+    line = one_line(capsys.readouterr().err)
+    assert "error: --track jsonl: division by zero; begin again with: diffrl train --resume r" in line
+    assert called("train", "--resume=r", "--no-pictures", "--quiet") == 0
+
+
+def test_two_projects_are_refused(here, capsys):
+    assert called("train", "--track=wandb:a", "--track=wandb:b") == 2
+    assert re.search(
+        "--track wandb has one project, got wandb:a, wandb:b|pip install", one_line(capsys.readouterr().err)
+    )
 
 
 # ---- prompts that were edited in between

@@ -549,3 +549,8 @@ def test_a_rehearsal_of_every_named_algorithm_passes(name):
     if name in ALGORITHMS:
         s = replace(Settings(), algorithm=name)
         rehearse(make_algorithm(s), s)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufeffa cat\na dog\n".encode())
+    assert read_prompts(str(tmp_path / "p.txt")) == ["a cat", "a dog"]

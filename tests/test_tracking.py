@@ -30,6 +30,7 @@ from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.tracking import (
     TRACKERS,
     Tracker,
+    forgiving,
     in_folder,
     require_tracker,
     split_metrics,
@@ -94,6 +95,9 @@ def test_a_number_is_kept_to_the_bit_or_null(metrics):
         ({"a": "high"}, "metric 'a' must be a number or pictures.*'high'"),
         ({"b": torch.zeros(3)}, r"metric 'b'.*torch.float32 \(3,\)"),
         ({"b": PICTURES[0]}, r"metric 'b'.*torch.uint8 \(4, 6, 3\)"),
+        ({"c": 10**400}, "metric 'c' is an integer beyond every float"),
+        ({"d": PICTURES[:0]}, r"metric 'd': there are no pixels in pictures of shape \(0, 4, 6, 3\)"),
+        ({"d": PICTURES[:, None][:, :0]}, r"metric 'd': there are no pixels"),
         ({3: 1.0}, "names of metrics are strings, got 3"),
         ([("a", 1)], "must be a mapping"),
     ],
@@ -141,6 +145,65 @@ def test_together_tells_all_and_closes_all_even_where_one_fails(tmp_path):
     assert closed == ["first"]
     with pytest.raises(ValueError, match=r"callables.*3"):
         together(first, 3)
+
+
+def test_a_forgiven_tracker_is_told_all_until_it_fails_and_nothing_after(tmp_path):
+    told, closed = [], []
+
+    def some(metrics, pictures, step):
+        told.append((metrics, set(pictures), step))
+        if step == 1:
+            raise OSError("full")
+
+    log = forgiving(Tracker(some, lambda: closed.append(1)), "mine")
+    log({"a": 0.5, "p": PICTURES}, 0)
+    assert told == [({"a": 0.5}, {"p"}, 0)]
+    with pytest.warns(UserWarning, match="^mine failed and is told nothing more: OSError: full$"):
+        log({"a": 1.0}, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log({"a": 2.0}, 2)
+        log.close()
+    assert [step for *_, step in told] == [0, 1]
+    assert closed == [1]
+    with pytest.warns(UserWarning, match="ZeroDivisionError"):
+        forgiving(Tracker(some, lambda: 1 / 0), "other").close()
+    with pytest.raises(ValueError, match=r"callables.*3"):
+        forgiving(3, "three")
+    with pytest.raises(ValueError, match="metric 'a'"):  # control: a mistake of the caller's is none of the tracker's
+        forgiving(lambda metrics, step: None, "fine")({"a": "high"}, 0)
+
+
+def test_an_interrupt_is_not_forgiven():
+    def stop(metrics, step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        forgiving(stop, "mine")({}, 0)
+
+
+def test_what_wandb_would_refuse_is_refused_before_a_run(monkeypatch):
+    monkeypatch.setattr(tracking, "_installed", lambda package: True)
+    for kind in ("wandb:a/b", "wandb:" + "x" * 129):
+        with pytest.raises(ValueError, match="a project's name"):
+            require_tracker(kind)
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    with pytest.raises(ValueError, match="WANDB_MODE must be offline, online or disabled, got 'dryrun'"):
+        require_tracker("wandb:mine")
+    for mode in ("", "online"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        require_tracker("wandb:mine")
+        require_tracker("wandb")
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    pytest.importorskip("tensorboard")
+    with pytest.raises(ValueError, match="file' cannot be written: File exists"):
+        to_tensorboard(tmp_path / "file")
+    pytest.importorskip("wandb")
+    with pytest.raises(ValueError, match="file' cannot be written: File exists"):
+        to_wandb("p", folder=tmp_path / "file")
 
 
 def events_of(folder):
