@@ -1297,8 +1297,8 @@ COMMAND_LINE = (
         ("cli:a_failed_run_is_wrong_usage", "return _failed(name, begun, 1)", "return _failed(name, begun, 2)"),
         (
             "cli:prints_between_the_lines",
-            "with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():",
-            "with contextlib.nullcontext():",
+            "with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as stack:",
+            "with contextlib.ExitStack() as stack:",
         ),
         (
             "cli:nan_in_json",
@@ -1342,8 +1342,8 @@ COMMAND_LINE = (
         "test_tracking.py",
         (
             "tracking:nan_is_a_number",
-            "if value is None or not math.isfinite(value):",
-            "if value is None:",
+            "finite = value is not None and math.isfinite(value)",
+            "finite = value is not None",
         ),
         ("tracking:closed_is_open", "            self._open = False\n", ""),
         ("tracking:first_frame", "value[:, value.shape[1] // 2]", "value[:, 0]"),
@@ -1368,7 +1368,9 @@ COMMAND_LINE = (
         ),
     )
     + mutants_of(
-        "checks.py", "test_checks.py", ("nearest_by_case", "words = {name.lower(): name for", "words = {name: name for")
+        "numbers.py",
+        "test_checks.py",
+        ("nearest_by_case", "words = {name.lower(): name for", "words = {name: name for"),
     )
     + mutants_of(
         "plots.py",

@@ -223,12 +223,11 @@ def test_what_was_done_again_is_told_and_warned_of():
             raise OSError("judge is down")
         return torch.arange(float(len(trajectory.x_0)))
 
-    workers = Noted().workers()._replace(score=flaky)
+    workers, rows = Noted().workers()._replace(score=flaky), torch.arange(SCHEDULE.rows)
     with pytest.warns(
         UserWarning,
         match=r"reward/0: reward of step 0, fragment 0 failed \(OSError: judge is down\); done again, 1 of 2",
     ):
-        rows = torch.arange(SCHEDULE.rows)
         first, second = run(SCHEDULE, workers, {"row": rows}, rows, steps=2)
     assert (first.metrics["retries"], second.metrics["retries"]) == (1.0, 0.0)
     assert first.metrics["replaced"] == 0.0
