@@ -67,7 +67,7 @@ figures: $(VENV)/.demo $(VENV)/.quant  ## every measured figure of README and do
 	$(BIN)/python benchmarks/figures.py
 
 QUESTIONS := efficiency transfer restoration trust_region group_size branches shrinkage noise_bins several_rewards diversity force stability fp4 staleness
-ablations: $(VENV)/.demo  ## the README's ablations, one after the other: hours; interrupt and go on at any time
+ablations: $(VENV)/.demo  ## the ablations of docs/results.md, one after the other: hours; interrupt and go on at any time
 	for question in $(QUESTIONS); do $(BIN)/python ablations/$$question.py || exit 1; done
 
 notebooks: $(VENV)/.notebooks  ## execute every notebook from its paired script

@@ -420,7 +420,7 @@ def finals(found: Mapping[Run, Sequence[Mapping[str, Any]]], name: str, y: str, 
 
 
 def table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A markdown table, which the README quotes."""
+    """A markdown table, which docs/results.md quotes."""
     rule = ["---"] * len(header)
     return "\n".join([title, "", *("| " + " | ".join(row) + " |" for row in (header, rule, *lines))])
 

@@ -71,7 +71,7 @@ def reached(curve, level: float, x: str) -> float:
 
 
 def summary(found, rates) -> str:
-    """The table of the README: what each needs, in the mean over seeds, to reach the final exact match of Flow-GRPO."""
+    """The table of docs/results.md: what each needs, in the mean over seeds, to reach the final exact match of Flow-GRPO."""
     curves = {name: mean_curve(found, name) for name in PIECES}
     level = curves["Flow-GRPO"][-1][Y]
     whole = curves["Flow-GRPO"][-1]["optimizer_steps"]

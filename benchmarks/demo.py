@@ -1,4 +1,4 @@
-"""The README's figures: the main job at several training seeds, each run timed: `python benchmarks/demo.py`.
+"""The main job at several training seeds, each run timed: `python benchmarks/demo.py`.
 
 Prints, per training seed, OCR exact match over all hundred prompts at held-out seeds after so many iterations, and the wall
 time of the run (install and pictures apart); then the means. Finished seeds are kept in --output and not run again.

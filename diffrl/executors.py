@@ -196,6 +196,15 @@ def _median(function: Callable[[], Any], repeats: int) -> float:
     return max(statistics.median(taken), 1e-9)
 
 
+def _sizes(workers: Any, seeds: Tensor | None) -> tuple[int, int]:
+    """Samples of the batch and of a group; plain workers are timed as one group. ValueError: they have no seeds."""
+    if isinstance(workers, AlgorithmStages):
+        return workers.g * workers.k, workers.k
+    if not isinstance(seeds, Tensor):
+        raise ValueError(f"plain Workers need cond and seeds (a tensor, one per sample), got seeds {seeds!r:.80}")
+    return len(seeds), len(seeds)
+
+
 def calibrate(
     workers: Any,
     cond: Cond | None = None,
@@ -217,10 +226,7 @@ def calibrate(
     sizes, repeats = [require_count("sizes", q) for q in sizes], require_count("repeats", repeats)
     if len(set(sizes)) < 2:
         raise ValueError(f"sizes must hold two distinct counts at least, got {sizes}")
-    if not isinstance(workers, AlgorithmStages) and not isinstance(seeds, Tensor):
-        raise ValueError(f"plain Workers need cond and seeds (a tensor, one per sample), got seeds {seeds!r:.80}")
-    n = workers.g * workers.k if isinstance(workers, AlgorithmStages) else len(seeds)  # type: ignore[arg-type]
-    k = workers.k if isinstance(workers, AlgorithmStages) else n
+    n, k = _sizes(workers, seeds)
     if max(sizes) > n:
         raise ValueError(f"sizes must be at most the number of samples {n}, got {sizes}")
     schedule = Schedule(gap_partition(n // k, k, fragments=1), k, timesteps=timesteps, barrier=True)

@@ -1,6 +1,6 @@
 """Beyond the papers: credits from other directions (`directions`, `conflicts`), the force spectrum, a steadier ART.
 
-Everything here is derived or chosen by us, off by default, and has its ablation with a verdict in the README.
+Everything here is derived or chosen by us, off by default, and has its ablation with a verdict in docs/results.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence

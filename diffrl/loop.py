@@ -328,7 +328,7 @@ def diagnose(
     images: one per prompt, for image-to-video. micro_batch, rollout_chunk: as `train` (gradients are then asked of one part).
 
     Answers: do the same seeds give the same images; does v at t = 1 point to the noise (the sign u = x_0 - eps does not); are rewards finite; which share of groups has no spread; does replay
-    equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); do gradients reach
+    equal the rollout (rms drift of v below `tolerance` rms(v); |ratio - 1| for objectives that report one); does v depend on the params it is given; do gradients reach
     the trained tensors and nothing else; do `iterations` iterations of Adam (learning_rate) move samples of the same
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     No example: see the top of this file.
@@ -353,6 +353,7 @@ def diagnose(
         checks = [_same_seeds(batch, again), _towards_noise(batch), _finite_rewards(batch), _spread(batch)]
         window = window_of(batch, credit, torch.arange(batch.rewards.numel()), saved)
         checks.append(_replay(velocity, model.params, window, tolerance))
+        checks.append(_others_used(velocity, saved, window))
         checks.extend(_gradients(model, algorithm, _first(window, micro_batch), tolerance))
         for _ in range(iterations):
             next(training)
@@ -425,6 +426,17 @@ def _replay(velocity: Any, params: Params, window: Window, tolerance: float) -> 
             sizes.append(float(tr.v[:, j].square().mean()))
     drift = (sum(gaps) / max(sum(sizes), 1e-30)) ** 0.5
     return Check("replay equals rollout", drift <= tolerance, f"relative drift of v {drift:.2e} at {len(gaps)} steps")
+
+
+@torch.no_grad()
+def _others_used(velocity: Any, saved: Params, window: Window) -> Check:
+    """An old, averaged or drafted policy is other params in the same call: one that ignores them is the live policy under its name."""
+    tr, rows = window.trajectory, slice(0, 1)
+    draw = torch.Generator().manual_seed(0)
+    others = {n: p + torch.randn(p.shape, generator=draw).to(p) * (0.1 + p.abs()) for n, p in saved.items()}
+    x, t, cond = tr.x_t[rows, 0], tr.t[:1].expand(1), {n: v[rows] for n, v in window.cond.items()}
+    gap = float((velocity(others, x, t, cond) - velocity(saved, x, t, cond)).abs().max())
+    return Check("other params are used", gap > 0, f"largest change of v under perturbed params {gap:.3g}")
 
 
 def _gradients(model: Any, algorithm: Algorithm, window: Window, tolerance: float) -> list[Check]:

@@ -1408,6 +1408,7 @@ LAST_MUTANTS = [
         "test_loop.py",
         ("a_velocity_s_sign_is_not_seen", "cosine > 0 if clear else None", "True if clear else None"),
         ("an_untrained_model_points_the_wrong_way", "abs(cosine) > 0.2", "abs(cosine) >= 0"),
+        ("ignored_params_are_not_seen", '"other params are used", gap > 0,', '"other params are used", gap >= 0,'),
         ("a_constant_reward_goes_up", "if bool((change != 0).any()) else None", "if True else None"),
     ),
     *mutants_of(

@@ -394,7 +394,7 @@ def test_an_interrupt_while_pictures_are_drawn_names_the_command(here, capsys, t
 def test_doctor_is_0_when_all_is_well_and_prints_the_table(here, capsys, toy):
     assert called("doctor", "--group-size=8", "--steps=5", "--trained-steps=all", "--threads=1") == 0
     out, err = capsys.readouterr()
-    assert out.count("ok  ") == 7
+    assert out.count("ok  ") == 8
     assert "FAIL" not in out + err
     assert not list(here.iterdir())
 
@@ -694,7 +694,7 @@ def test_json_of_doctor_plan_and_pretrain(here, capsys, toy, pipe, monkeypatch):
     (report,), err = machine_lines(capsys)
     assert report["ok"] is True
     assert {check["name"] for check in report["checks"]} >= {"replay equals rollout", "rewards are finite"}
-    assert err.count("ok  ") == 7
+    assert err.count("ok  ") == 8
     for memory, code, fits in (("80", 0, True), ("1e-6", 1, False)):
         assert called("plan", "--model", pipe, "--height=32", "--width=64", f"--gpu-memory={memory}", "--json") == code
         (told,), err = machine_lines(capsys)

@@ -833,10 +833,10 @@ def test_a_good_set_up_passes_every_check():
     report = diagnosed()
     assert report.ok
     assert all(check.passed for check in report.checks)
-    assert len(report.checks) == 7
+    assert len(report.checks) == 8
     text = str(report)
-    assert text.count("\n") == 6
-    assert text.count("ok  ") == 7
+    assert text.count("\n") == 7
+    assert text.count("ok  ") == 8
     assert "FAIL" not in text
 
 
@@ -880,6 +880,12 @@ def test_an_untrained_model_points_nowhere_and_a_constant_reward_goes_nowhere():
     told = {check.name: check for check in diagnosed(reward=lambda images, prompts: torch.ones(len(images))).checks}
     assert told["the reward goes up"].passed is None
     assert told["groups have spread"].passed is False
+
+
+def test_control_a_model_that_ignores_the_params_it_is_given_is_noticed():
+    toy = toy_model()
+    report = diagnosed(model=toy._replace(velocity=lambda params, x, t, cond: toy.velocity(toy.params, x, t, cond)))
+    assert failed(report) == {"other params are used"}
 
 
 def coarse(images, prompts):

@@ -20,7 +20,7 @@ import diffrl.algorithms as algorithms
 from diffrl.algorithms import art, flow_grpo_fast, grpo_guard, grpo_guard_as_published, mix_grpo
 from diffrl.checks import NoReward
 from diffrl.conductor import ExecutionError, MeasuredTrace
-from diffrl.executors import in_process, run
+from diffrl.executors import calibrate, in_process, run
 from diffrl.parallel import Schedule, Trace, gap_partition, prompt_partition
 from diffrl.rewards import weighted_sum
 from diffrl.stages import require_separable_objective, sums_of
@@ -209,6 +209,12 @@ def test_what_lend_raises_is_raised_and_its_thought_does_not_outlive_the_run():
 
     noted_run(schedule, Noted(generate=0.02), cost=COST, lend=slow, backend=in_process)
     assert diffrl_threads() == []
+
+
+def test_plain_workers_cannot_be_timed_without_seeds():
+    for seeds in (None, [0, 1, 2, 3]):
+        with refuses("plain Workers need cond and seeds"):
+            calibrate(Noted().workers(), {}, seeds)
 
 
 # ---- what a result holds
