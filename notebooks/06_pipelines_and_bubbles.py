@@ -318,7 +318,7 @@ print(f"seconds per step: {simulate(schedule, alone, steps=3).period:.2f} predic
 
 # %% [markdown]
 # Compare the shapes first: order of the bars, who waits for whom. On the right the trainer's first bar overlaps the generator's last ones, though
-# they take turns: a measured interval begins when its stage is *asked* to work, so it includes waiting for the one network that both share. (The
+# they take turns: a measured interval begins when its stage is *called*, so it includes waiting for the one network that both share. (The
 # medians on the left are of such intervals too, so they count that waiting as work.)
 #
 # Then the seconds. Where they differ there are two reasons. Stages in one process get in each other's way, which a simulator of separate pools does not know; and whatever else the machine was doing is in the measured one
