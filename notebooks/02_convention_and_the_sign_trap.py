@@ -67,7 +67,7 @@ times = torch.cat([path.t, path.t_next[-1:]])
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.5), layout="constrained")
-grid = torch.cartesian_prod(torch.linspace(-2.5, 2.5, 8), torch.linspace(-2.5, 2.5, 8))
+grid = torch.cartesian_prod(torch.linspace(-2.1, 2.1, 8), torch.linspace(-2.1, 2.1, 8))
 for axis, t in zip(axes, (1.0, 0.7, 0.35, 0.1)):
     i = int((times - t).abs().argmin())
     v = five_blobs(params, grid, torch.full((len(grid),), t), {})
@@ -208,9 +208,8 @@ compass = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]])
 
 
 def crosses(axis):
-    """Where each prompt should go: its colour on black, to stand out from its samples."""
-    axis.scatter(*compass.T, c="black", marker="P", s=230, zorder=3)
-    axis.scatter(*compass.T, c=(BLUE, ORANGE, GREEN, PURPLE), marker="+", s=90, linewidth=2, zorder=4)
+    """Where each prompt should go: its colour, with an edge that stands out from its samples."""
+    axis.scatter(*compass.T, c=(BLUE, ORANGE, GREEN, PURPLE), marker="P", s=190, edgecolor="black", linewidth=1.8, zorder=3)
 
 
 for axis, (name, (model, _)) in zip(axes, runs.items()):

@@ -7,8 +7,8 @@
 #
 # Signs as in page 02: $x_t = (1-t)x_0 + t\varepsilon$, $v_j = \varepsilon - x_0$ for one sample $j$, $v = E[v_j \mid x_t]$ for a model; $n$ numbers
 # make one sample. $r \in [0, 1]$ is the probability that a sample is good, $q = E[r \mid s]$ at a state $s = x_t$, and
-# $g = \mathrm{Cov}(r, v_j \mid s)$ is *guidance*. (The papers' $u$ is $x_0 - \varepsilon$, so this $g$ is minus DiffusionART's: it says where the
-# *velocity* should go. A sample goes the other way, as $v_j = (s - x_0)/t$ makes $g = -\mathrm{Cov}(r, x_0 \mid s)/t$.)
+# $g = \mathrm{Cov}(r, v_j \mid s)$ is *guidance*. (DiffusionART's paper has $u = x_0 - \varepsilon$ there, so this $g$ is minus the
+# paper's: it says where the *velocity* should go. A sample goes the other way: $v_j = (s - x_0)/t$, so $g = -\mathrm{Cov}(r, x_0 \mid s)/t$.)
 
 # %%
 # %matplotlib inline
@@ -119,13 +119,14 @@ for std, colour in ((0.3, GREEN), (0.6, BLUE), (1.0, PURPLE)):
     axes[1].plot(ts, curve, color=colour)
 axes[0].plot(points, points * measured, "o", color=ORANGE, label="six points, 4000 states each")
 axes[1].plot(points, measured, "o", color=ORANGE)
-for axis, title in zip(axes, ("of the picture, $\\mathrm{Cov}(R, x_0 | s)$", "of the velocity, that over $t$")):
+for axis, title in zip(axes, ("tilt of the picture at a state", "tilt of the velocity: that over t")):
     axis.axhline(1, color=GREY, linestyle=":")
-    axis.set(xlabel="t", title=f"{title}; share of the prompt's", ylim=(0, 2.4))
+    axis.set(xlabel="t", title=title, ylim=(0, 2.4))
+axes[0].set_ylabel("over the prompt's covariance")
 axes[0].legend(fontsize=9, loc="upper left");
 
 # %% [markdown]
-# All meet at 1 on the right. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained
+# All meet at $t = 1$. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained
 # there is noise.
 #
 # ## Lemma 1: good and bad lie on one line
