@@ -168,8 +168,8 @@ print(diagnose(mine, algorithm, prompts[:4], lambda images, prompts: torch.ones(
 
 # %% [markdown]
 # Read them from the top: a model that does not repeat itself makes every line below meaningless, also those that say `ok`. A model that ignores its
-# params learns all the same, and no curve tells; but whatever asks an *older* policy (a reference, an average, a trust region) gets today's answer. A
-# `?` is a question that could not be asked: with no group alive there is no gradient, and no way for the reward to go.
+# params learns all the same (its last line), so its curve looks well; but whatever asks for *another* policy (a reference, a slow average, a draft)
+# gets the live one under its name. A `?` is a question that could not be asked: with no group alive there is no gradient, and no way for the reward to go.
 #
 # ## Train
 #
