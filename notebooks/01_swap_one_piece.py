@@ -128,16 +128,16 @@ figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
 for name, curve in curves.items():
     style = {"color": "black", "linewidth": 2.5} if name == "art" else {}
     if name.startswith("control"):
-        style = {"color": "grey", "linewidth": 2}
-    axis.plot(curve, ":" if name.startswith("control") else "-", label=f"{name}  {curve[-1]:.2f}", zorder=3 if name == "art" else 2, **style)
+        style = {"color": "grey", "linewidth": 2, "linestyle": "--" if "wrong" in name else ":"}
+    axis.plot(curve, label=f"{name}  {curve[-1]:.2f}", zorder=3 if name == "art" else 2, **style)
 axis.set(xlabel="iteration", ylabel="mean reward", ylim=(-3, 0), title="one piece swapped at a time")
 axis.legend(fontsize=8, ncols=2);
 
 # %% [markdown]
-# The two controls are the point of the figure: without guidance nothing rises, and with the sign of the direction flipped the reward
-# falls. The nine swaps all learn: on a task this easy few choices matter, and the numbers in the legend (last iteration, 32 samples) do not rank
+# The two controls (grey) are the point of the figure: without guidance (dotted) nothing rises, and with the sign of the direction flipped (dashed)
+# the reward falls. The nine swaps all learn: on a task this easy few choices matter, and the numbers in the legend (last iteration, 32 samples) do not rank
 # them. (DiffusionART's paper writes $u = x_0 - \varepsilon$, the opposite of what every diffusers model predicts; a port that forgets
-# this is the dotted line at the bottom.)
+# this is the dashed line at the bottom.)
 #
 # A reward is any callable. This one likes points far to the right, on the axis, whatever the prompt; so all four means go there, and there is no end to it:
 

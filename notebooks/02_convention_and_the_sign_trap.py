@@ -67,16 +67,16 @@ times = torch.cat([path.t, path.t_next[-1:]])
 
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(13, 3.5), layout="constrained")
-grid = torch.cartesian_prod(torch.linspace(-2.6, 2.6, 12), torch.linspace(-2.6, 2.6, 12))
+grid = torch.cartesian_prod(torch.linspace(-2.1, 2.1, 8), torch.linspace(-2.1, 2.1, 8))
 for axis, t in zip(axes, (1.0, 0.7, 0.35, 0.1)):
     i = int((times - t).abs().argmin())
     v = five_blobs(params, grid, torch.full((len(grid),), t), {})
-    axis.scatter(*states[:, i].T, s=5, color=BLUE, alpha=0.6)
-    axis.quiver(*grid.T, *v.T, color=GREY, angles="xy", scale=70 if t < 0.2 else 25, width=0.004)
+    axis.scatter(*states[:, i].T, s=5, color=BLUE, alpha=0.5)
+    axis.quiver(*grid.T, *v.T, color=ORANGE, angles="xy", scale=60 if t < 0.2 else 22, width=0.009, zorder=3)
     axis.set(xlim=(-2.8, 2.8), ylim=(-2.8, 2.8), aspect="equal", title=f"t = {t:g}" + (" (noise)" if t == 1 else ""))
 
 # %% [markdown]
-# Blue: 300 samples on their way, from left to right. Grey: $v$. **Look at the arrows at $t = 0.1$: they point away from the blobs**, from data to
+# Blue: 300 samples on their way, from left to right. Orange: $v$. **Look at the arrows at $t = 0.1$: they point away from the blobs**, from data to
 # noise, because $v = \varepsilon - x_0$. Sampling walks against them: $x_{t'} = x_t - (t - t')\,v$. (The arrows of the last panel are drawn to a
 # smaller scale: between the blobs $v$ grows like $1/t$.)
 #
@@ -104,7 +104,7 @@ axes[0].legend(loc="upper left", fontsize=9)
 print(f"rms of the samples: {path.x_0.square().mean().sqrt():.2f} with v, {wrong.x_0.square().mean().sqrt():.3g} with -v")
 
 # %% [markdown]
-# Mind the axes on the right. A *whole model* with the wrong sign cannot be overlooked: everything flies away. The trap is the case where the
+# Mind the axes on the right. A *whole model* with the wrong sign cannot be overlooked by whoever draws it: everything flies away. The trap is the case where the
 # sampler is right and only the **direction** has the wrong sign.
 #
 # ## The trap: where does the direction point?
@@ -205,10 +205,17 @@ runs = {"right sign": learn(art()), "wrong sign": learn(ported(art()))}
 # %%
 figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained", width_ratios=[1, 1, 1.1, 1.1])
 compass = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, -1.0], [-1.0, 0.0]])
+
+
+def crosses(axis):
+    """Where each prompt should go: its colour, with an edge that stands out from its samples."""
+    axis.scatter(*compass.T, c=(BLUE, ORANGE, GREEN, PURPLE), marker="P", s=190, edgecolor="black", linewidth=1.8, zorder=3)
+
+
 for axis, (name, (model, _)) in zip(axes, runs.items()):
     for points, colour in zip(cloud(model), (BLUE, ORANGE, GREEN, PURPLE)):
         axis.scatter(*points.T, s=4, alpha=0.6, color=colour)
-    axis.scatter(*compass.T, c=(BLUE, ORANGE, GREEN, PURPLE), marker="+", s=260, linewidth=2.5, zorder=3)
+    crosses(axis)
     axis.set(xlim=(-2.4, 2.4), ylim=(-2.4, 2.4), aspect="equal", title=f"{name}, 60 iterations")
 for (name, (_, rows)), colour in zip(runs.items(), (GREEN, ORANGE)):
     axes[2].plot([row["loss/update_1"] for row in rows], color=colour, linewidth=4 if name == "right sign" else 1.5, label=f"{name}, update 1")
@@ -237,7 +244,7 @@ for name, algorithm in (("right", art()), ("wrong sign in the objective", ported
 # Only the last line differs. With the sign wrong in the objective the samples move *against* the direction; with the sign wrong in the credit they
 # follow it, but the reward falls. Both fail.
 #
-# And what `diagnose` cannot see: a model in the paper's convention, wired in as it is.
+# And a *model* in the paper's convention, wired in as it is?
 
 # %%
 def paper_model():
@@ -249,9 +256,11 @@ def paper_model():
 print(diagnose(paper_model(), art(), PROMPTS, toward_compass, group_size=32, learning_rate=0.02))
 
 # %% [markdown]
-# Everything passes, and rightly so: sampler, direction and regression agree with each other. The sampler integrates *whatever field it is given*,
-# and subtracting $G$ from that field moves its samples along $+G$. The set-up learns, but it starts from samples that fly away: compare the mean
-# reward with the one above. **Look at the first pictures of a new model before anything else.**
+# One line fails, and only that one. At $t = 1$ the state *is* the noise, so $v = x_t - E[x_0 \mid x_t]$ points along $x_t$ and $u = -v$ against it:
+# "velocity points to noise" is the cosine of the two. The last line still says `ok`, and rightly so: the sampler integrates *whatever field it is
+# given*, and subtracting $G$ from that field moves its samples along $+G$. Such a set-up learns, but from samples that fly away: compare the mean
+# reward with the one above. (A model that is not trained yet points nowhere; then the line is a `?`.) **Look at the first pictures of a new model
+# before anything else.**
 #
 # ## Axes: prompt-major
 #
@@ -338,7 +347,7 @@ for axis, (name, (model, _)) in zip(axes, judged.items()):
     points = cloud(model)
     for one, colour in zip(points, (BLUE, ORANGE, GREEN, PURPLE)):
         axis.scatter(*one.T, s=4, alpha=0.6, color=colour)
-    axis.scatter(*compass.T, c=(BLUE, ORANGE, GREEN, PURPLE), marker="+", s=260, linewidth=2.5, zorder=3)
+    crosses(axis)
     axis.axvspan(-4, -0.4, color=GREY, alpha=0.2, linewidth=0)
     blind = (points[..., 0] < -0.4).float().mean()
     true = toward_compass(points.reshape(-1, 2), [p for p in PROMPTS for _ in range(128)]).mean()

@@ -5,8 +5,10 @@
 # library's functions (mostly through autograd) on a world so small that every expectation is an exact sum. Curve and points should be one; where a
 # statement stops being true, that is drawn too.
 #
-# Signs as in page 02: $x_t = (1-t)x_0 + t\varepsilon$, $u = \varepsilon - x_0$ for one sample, $v = E[u \mid x_t]$ for a model. $r \in [0, 1]$ is
-# the probability that a sample is good, $q = E[r \mid s]$ at a state $s = x_t$, and $g = \mathrm{Cov}(r, u \mid s)$ is *guidance*.
+# Signs as in page 02: $x_t = (1-t)x_0 + t\varepsilon$, $v_j = \varepsilon - x_0$ for one sample $j$, $v = E[v_j \mid x_t]$ for a model; $n$ numbers
+# make one sample. $r \in [0, 1]$ is the probability that a sample is good, $q = E[r \mid s]$ at a state $s = x_t$, and
+# $g = \mathrm{Cov}(r, v_j \mid s)$ is *guidance*. (DiffusionART's paper has $u = x_0 - \varepsilon$ there, so this $g$ is minus the
+# paper's: it says where the *velocity* should go. A sample goes the other way: $v_j = (s - x_0)/t$, so $g = -\mathrm{Cov}(r, x_0 \mid s)/t$.)
 
 # %%
 # %matplotlib inline
@@ -47,14 +49,14 @@ def posterior(s, t, tilt=0.0):
 
 
 def sample_velocities(s, t):
-    """u_j = eps_j - x_j " n 6 2": which straight line leads from picture j through s."""
+    """v_j = eps_j - x_j " n 6 2": which straight line leads from picture j through s."""
     return (s[:, None] - (1 - t) * x) / t - x
 
 
-def moments(w, u):
+def moments(w, v_j):
     """q " n", v " n 2", g " n 2" under weights w " n 6"."""
-    q, v = w @ r, torch.einsum("nm,nmd->nd", w, u)
-    return q, v, torch.einsum("nm,m,nmd->nd", w, r, u) - q[:, None] * v
+    q, v = w @ r, torch.einsum("nm,nmd->nd", w, v_j)
+    return q, v, torch.einsum("nm,m,nmd->nd", w, r, v_j) - q[:, None] * v
 
 
 # %% [markdown]
@@ -93,13 +95,14 @@ print(f"exact {exact.tolist()}, from samples {C.tolist()}")
 # ## The fine print: one direction for all states is exact at pure noise only
 #
 # $G$ is one direction per prompt, used at every state of every trajectory. The exact tilt of the velocity is per state,
-# $\mathrm{Cov}(R, u \mid s)$. Their means agree at $t = 1$, where the state says nothing about the picture; later the state already knows which
-# picture it will become, and there is less left to steer. For a linear reward $R = a\,x_0$ on Gaussian data it is
-# $|a| S^2 t / ((1-t)^2 S^2 + t^2)$.
+# $-\mathrm{Cov}(R, v_j \mid s) = \mathrm{Cov}(R, x_0 \mid s)/t$. Their means agree at $t = 1$, where the state says nothing about the picture. Two
+# things happen below. The state comes to know which picture it will become, so $\mathrm{Cov}(R, x_0 \mid s)$, what is left to steer, only shrinks
+# (left). But less time is left too, and the same shift of the picture takes a velocity $1/t$ as large: the tilt of the velocity *rises* before it
+# vanishes (right). For a linear reward $R = a\,x_0$ on Gaussian data it is $|a| S^2 t / ((1-t)^2 S^2 + t^2)$.
 
 # %%
 def share_of_tilt(t, n=4000):
-    """|mean over states of Cov(R, u|s)| / |Cov(R, x_0)|, with states drawn from p_t."""
+    """|mean over states of Cov(R, v_j|s)| / |Cov(R, x_0)|, with states drawn from p_t."""
     j = torch.multinomial(p, n, replacement=True, generator=torch.Generator().manual_seed(1))
     s = (1 - t) * x[j] + t * normal(n, 2, seed=2)
     _, _, g = moments(posterior(s, t), sample_velocities(s, t))
@@ -108,18 +111,23 @@ def share_of_tilt(t, n=4000):
 
 ts = torch.linspace(0.02, 1, 99)
 points = torch.linspace(0.05, 1, 20)
-figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
+measured = torch.tensor([share_of_tilt(float(t)) for t in points])
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
 for std, colour in ((0.3, GREEN), (0.6, BLUE), (1.0, PURPLE)):
-    curve = std**2 * ts / ((1 - ts) ** 2 * std**2 + ts**2)
-    axis.plot(ts, curve / std**2, color=colour, label=f"Gaussian data, S = {std:g}: formula")
-axis.plot(points, [share_of_tilt(float(t)) for t in points], "o", color=ORANGE, label="six points, 4000 states each")
-axis.axhline(1, color=GREY, linestyle=":")
-axis.set(xlabel="t", title="steering left at a state, over the prompt's covariance", ylim=(0, 3.6))
-axis.legend(fontsize=9, loc="upper right");
+    curve = ts / ((1 - ts) ** 2 * std**2 + ts**2)
+    axes[0].plot(ts, ts * curve, color=colour, label=f"Gaussian data, S = {std:g}: formula")
+    axes[1].plot(ts, curve, color=colour)
+axes[0].plot(points, points * measured, "o", color=ORANGE, label="six points, 4000 states each")
+axes[1].plot(points, measured, "o", color=ORANGE)
+for axis, title in zip(axes, ("tilt of the picture at a state", "tilt of the velocity: that over t")):
+    axis.axhline(1, color=GREY, linestyle=":")
+    axis.set(xlabel="t", title=title, ylim=(0, 2.4))
+axes[0].set_ylabel("over the prompt's covariance")
+axes[0].legend(fontsize=9, loc="upper left");
 
 # %% [markdown]
-# All meet at 1 on the right. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained
-# there is noise. This is why `art_flash`, which trains only the noisiest steps, loses so little.
+# All meet at $t = 1$. For separate pictures (orange) nothing is left below $t \approx 0.2$: the choice has been made, and a $G$ trained
+# there is noise.
 #
 # ## Lemma 1: good and bad lie on one line
 #
@@ -129,14 +137,14 @@ axis.legend(fontsize=9, loc="upper right");
 # %%
 t = 0.6
 s = torch.tensor([[0.35, 0.1]])
-u = sample_velocities(s, t)
-q, v, g = moments(posterior(s, t), u)
-v_plus = torch.einsum("nm,nmd->nd", posterior(s, t, r.log()), u)
-v_minus = torch.einsum("nm,nmd->nd", posterior(s, t, (1 - r).log()), u)
+v_j = sample_velocities(s, t)
+q, v, g = moments(posterior(s, t), v_j)
+v_plus = torch.einsum("nm,nmd->nd", posterior(s, t, r.log()), v_j)
+v_minus = torch.einsum("nm,nmd->nd", posterior(s, t, (1 - r).log()), v_j)
 
 figure, axes = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
 weights = posterior(s, t)[0]
-axes[0].scatter(*u[0].T, s=900 * weights + 5, c=r, cmap="viridis", vmin=0, vmax=1, alpha=0.8)
+axes[0].scatter(*v_j[0].T, s=900 * weights + 5, c=r, cmap="viridis", vmin=0, vmax=1, alpha=0.8)
 axes[0].plot(*torch.cat([v_minus, v_plus]).T, color=GREY)
 for point, name, colour, place in ((v_minus, "$v^-$", ORANGE, (0.1, 0.1)), (v, "$v$", "black", (0, -0.5)), (v_plus, "$v^+$", GREEN, (-0.55, -0.45))):
     axes[0].plot(*point[0], "o", color=colour, markersize=7)
@@ -144,11 +152,11 @@ for point, name, colour, place in ((v_minus, "$v^-$", ORANGE, (0.1, 0.1)), (v, "
 axes[0].set(aspect="equal", title=f"velocities at one state, q = {float(q):.2f}", xlim=(-3.4, 4.4), ylim=(-3.2, 3.2))
 
 many = normal(300, 2, seed=4)
-for time, colour in ((1.0, PURPLE), (0.6, BLUE), (0.3, GREEN)):
-    w, u = posterior(many, time), sample_velocities(many, time)
-    q, v, g = moments(w, u)
-    good, bad = (torch.einsum("nm,nmd->nd", posterior(many, time, tilt), u) for tilt in (r.log(), (1 - r).log()))
-    axes[1].plot((q[:, None] * (good - v))[:, 0], ((1 - q)[:, None] * (v - bad))[:, 0], ".", color=colour, label=f"t = {time:g}")
+for time, colour, mark in ((0.3, GREEN, {"markersize": 11, "alpha": 0.35}), (0.6, BLUE, {"markersize": 4}), (1.0, ORANGE, {"marker": "D", "markersize": 8})):
+    w, v_j = posterior(many, time), sample_velocities(many, time)
+    q, v, g = moments(w, v_j)
+    good, bad = (torch.einsum("nm,nmd->nd", posterior(many, time, tilt), v_j) for tilt in (r.log(), (1 - r).log()))
+    axes[1].plot((q[:, None] * (good - v))[:, 0], ((1 - q)[:, None] * (v - bad))[:, 0], color=colour, label=f"t = {time:g}", **{"marker": ".", "linestyle": ""} | mark)
     gap = max(float((q[:, None] * (good - v) - g).abs().max()), float(((1 - q)[:, None] * (v - bad) - g).abs().max()))
     print(f"t = {time:g}: largest difference from g over 300 states {gap:.0e}")
 axes[1].axline((0, 0), slope=1, color=GREY, zorder=0)
@@ -156,14 +164,15 @@ axes[1].set(xlabel="$q\\,(v^+ - v)$, first coordinate", ylabel="$(1-q)(v - v^-)$
 axes[1].legend();
 
 # %% [markdown]
-# Left: each disc is where one of the six pictures would send this state, as large as it is likely and as bright as it is good.
+# Left: each disc is where one of the six pictures would send this state, as large as it is likely and as bright as it is good. Right:
+# at $t = 1$ all 300 states have the same $g$, as none of them knows anything: one diamond.
 #
 # ## Proposition 1: what DiffusionNFT's loss really pulls on
 #
 # NFT regresses $v_\text{old} + \beta d$ on the good and $v_\text{old} - \beta d$ on the bad samples, $d = v - v_\text{old}$. The force (minus the
 # gradient) is
 #
-# | branches | force, over $2t^2/D$ |
+# | branches | force, over $2t^2/n$ |
 # |---|---|
 # | both | $2g + (2q-1)\,e - \beta d$ |
 # | positive alone | $g + q\,e - q\,\beta d$ |
@@ -174,12 +183,12 @@ axes[1].legend();
 
 # %%
 def force(branch, s, t, v_old, d, beta, weight=flat_weight):
-    """Minus the gradient of the expected loss at v = v_old + d, over 2 t^2/D, by autograd; " n 2"."""
-    n = len(s)
+    """Minus the gradient of the expected loss at v = v_old + d, over 2 t^2/n with n = 2 numbers, by autograd; " m 2"."""
+    m = len(s)
     v = (v_old + d).requires_grad_()
-    rows = lambda y: y[:, None].expand(n, 6, 2).reshape(-1, 2)
-    x_0 = x[None].expand(n, 6, 2).reshape(-1, 2)
-    loss = branch(rows(v), rows(v_old), rows(s), x_0, t, r.repeat(n), beta=beta, weight=weight)
+    rows = lambda y: y[:, None].expand(m, 6, 2).reshape(-1, 2)
+    x_0 = x[None].expand(m, 6, 2).reshape(-1, 2)
+    loss = branch(rows(v), rows(v_old), rows(s), x_0, t, r.repeat(m), beta=beta, weight=weight)
     expected = (posterior(s, t).reshape(-1) * loss).sum()
     return -torch.autograd.grad(expected, v)[0] / (2 * t**2 / 2)
 
@@ -290,7 +299,7 @@ axes[1].legend(fontsize=9, loc="upper left");
 #
 # ## Proposition 2: linear guidance plus quadratic restoration
 #
-# Per sample, with $h = u - v_\text{old}$, and exactly:
+# Per sample, with $h = v_j - v_\text{old}$, and exactly:
 # $r|\beta d - h|^2 + (1-r)|\beta d + h|^2 = |h|^2 - 2\beta(2r-1)\langle d, h\rangle + \beta^2|d|^2$. The reward only tilts a parabola that holds
 # the policy at $v_\text{old}$.
 
@@ -300,9 +309,9 @@ few = ds[::20]
 figure, axis = plt.subplots(figsize=(6.5, 3.9), layout="constrained")
 for reward, colour in ((1.0, GREEN), (0.75, BLUE), (0.5, GREY), (0.25, PURPLE), (0.0, ORANGE)):
     axis.plot(ds, h**2 - 2 * beta * (2 * reward - 1) * ds * h + beta**2 * ds**2, color=colour)
-    n = len(few)  # x_t = 0 and t = 1: there x_0 = -u
-    zero = torch.zeros(n, 1)
-    measured = nft(few[:, None], zero, zero, -h * torch.ones(n, 1), 1.0, torch.full((n,), reward), beta=beta, weight=flat_weight)
+    m = len(few)  # x_t = 0 and t = 1: there x_0 = -v_j
+    zero = torch.zeros(m, 1)
+    measured = nft(few[:, None], zero, zero, -h * torch.ones(m, 1), 1.0, torch.full((m,), reward), beta=beta, weight=flat_weight)
     axis.plot(few, measured, "o", color=colour, markersize=5, label=f"r = {reward:g}")
     best = (2 * reward - 1) * h / beta
     axis.plot(best, h**2 - (2 * reward - 1) ** 2 * h**2, "k+", markersize=11)
@@ -344,9 +353,9 @@ for retention, colour in ((0.5, GREEN), (0.9, BLUE), (0.97, PURPLE)):
         new = {"w": new["w"] + 1.0}
         old = ema(old, new, decay=retention)
         lags.append(float(new["w"] - old["w"]))
-    n = torch.arange(61)
-    axes[1].plot(n, retention * (1 - retention**n) / (1 - retention), color=colour)
-    axes[1].plot(n[::5], lags[::5], "o", color=colour, label=f"retention {retention:g}: {retention / (1 - retention):.3g} in the end")
+    i = torch.arange(61)
+    axes[1].plot(i, retention * (1 - retention**i) / (1 - retention), color=colour)
+    axes[1].plot(i[::5], lags[::5], "o", color=colour, label=f"retention {retention:g}: {retention / (1 - retention):.3g} in the end")
 axes[1].set(xlabel="iteration", title="lag of an average, in steps of the policy")
 axes[1].legend(fontsize=9);
 
@@ -403,13 +412,13 @@ axes[1].legend(fontsize=9);
 # ## How much of G is noise
 #
 # Eight samples in a latent of 192 numbers: how well can their covariance point? For a linear reward on Gaussian data the cosine with the true
-# direction has a law: $\cos^2 \sim \mathrm{Beta}(\frac{k-1}{2}, \frac{D-1}{2})$, with mean $\frac{k-1}{k+D-2}$.
+# direction has a law: $\cos^2 \sim \mathrm{Beta}(\frac{k-1}{2}, \frac{n-1}{2})$, with mean $\frac{k-1}{k+n-2}$.
 
 # %%
-def squared_cosines(k, D, n):
-    """cos^2 between aggregate_direction of k samples and the gradient of a linear reward, n groups."""
-    samples, a = normal(n, k, D, seed=k * D), normal(n, D, seed=k + D)
-    G = aggregate_direction(torch.einsum("nkd,nd->nk", samples, a), samples).value
+def squared_cosines(k, n, groups):
+    """cos^2 between aggregate_direction of k samples of n numbers and the gradient of a linear reward, by group."""
+    samples, a = normal(groups, k, n, seed=k * n), normal(groups, n, seed=k + n)
+    G = aggregate_direction(torch.einsum("gkn,gn->gk", samples, a), samples).value
     return torch.nn.functional.cosine_similarity(G, a, dim=1) ** 2
 
 
@@ -420,18 +429,18 @@ for k, colour in ((4, ORANGE), (8, BLUE), (24, GREEN)):
     log = (a - 1) * grid.log() + (b - 1) * (1 - grid).log() - (a.lgamma() + b.lgamma() - (a + b).lgamma())
     axes[0].hist(squared_cosines(k, 16, 3000).numpy(), bins=50, range=(0, 1), density=True, alpha=0.35, color=colour, label=f"k = {k}")
     axes[0].plot(grid, log.exp(), color=colour)
-axes[0].set(xlabel="$\\cos^2$", title="D = 16, 3000 groups (lines: Beta law)")
+axes[0].set(xlabel="$\\cos^2$", title="n = 16, 3000 groups (lines: Beta law)")
 axes[0].legend()
 ks = torch.tensor([2, 4, 8, 16, 32, 64])
-for D, colour in ((2, PURPLE), (16, BLUE), (192, ORANGE)):
+for n, colour in ((2, PURPLE), (16, BLUE), (192, ORANGE)):
     fine = torch.linspace(2, 64, 200)
-    axes[1].plot(fine, (fine - 1) / (fine + D - 2), color=colour)
-    found = [float(squared_cosines(int(k), D, 1000).mean()) for k in ks]
+    axes[1].plot(fine, (fine - 1) / (fine + n - 2), color=colour)
+    found = [float(squared_cosines(int(k), n, 1000).mean()) for k in ks]
     axes[1].plot(ks, found, "o", color=colour)
-    axes[1].annotate(f"D = {D}", (17, {2: 0.86, 16: 0.44, 192: 0.13}[D]), color=colour, fontsize=11)
-    if D == 192:
-        print(f"D = 192, k = 8: measured {found[2]:.4f}, formula {7 / 198:.4f}")
-axes[1].set(xscale="log", xlabel="k samples per prompt", ylim=(0, 1.05), title="mean of $\\cos^2$ (lines: (k - 1)/(k + D - 2))")
+    axes[1].annotate(f"n = {n}", (17, {2: 0.86, 16: 0.44, 192: 0.13}[n]), color=colour, fontsize=11)
+    if n == 192:
+        print(f"n = 192, k = 8: measured {found[2]:.4f}, formula {7 / 198:.4f}")
+axes[1].set(xscale="log", xlabel="k samples per prompt", ylim=(0, 1.05), title="mean of $\\cos^2$ (lines: (k - 1)/(k + n - 2))")
 axes[1].set_xticks(ks.tolist(), [str(int(k)) for k in ks])
 axes[1].minorticks_off()
 

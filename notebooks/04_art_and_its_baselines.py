@@ -7,7 +7,8 @@
 #
 # **What this page can and cannot say.** Eight iterations, one seed, six prompts. It shows how the methods *behave*: what they roll
 # out, what they pay, which numbers to watch. It does not rank them. Statements with intervals (three seeds, thirty iterations, a
-# learning rate chosen for each) are in `ablations/efficiency.py`, `transfer.py`, `restoration.py` and the README's tables.
+# learning rate chosen for each) are in `ablations/efficiency.py`, `transfer.py`, `restoration.py`; their tables are in
+# `docs/results.md`.
 
 # %%
 import itertools
@@ -88,7 +89,9 @@ def teach(name):
 # ## A control first
 #
 # Training rewards are means of 48 samples, and every iteration draws new seeds: the curve of a policy that learns *nothing* wiggles.
-# Here is that curve, the base model on the very seeds the algorithms will draw. Read every learning curve against it.
+# Here is that curve, the base model on the very seeds the algorithms will draw, by the plain ODE. It is a control for those that roll out by that ODE.
+# The others draw the same seeds, but by another sampler: second-order steps (`nft`), an SDE with noise of its own, a noisy window
+# (`flow_grpo_fast`); for them it shows the luck of the first noise at most, and is no control.
 
 # %%
 base, _ = fresh()
@@ -141,8 +144,9 @@ print("first batch, nothing learned yet:", ", ".join(f"{name} {rows[0]['reward/m
 # %% [markdown]
 # What to look for.
 #
-# - **The dotted line is luck alone.** It climbs from .65 to .80 here, and no policy changed. A curve that follows it has learned nothing; one
-#   that leaves it upwards has.
+# - **The dotted line is luck alone.** It climbs from .65 to .80 here, and no policy changed. Where a method rolls out by the same ODE (`art`, `awm`),
+#   a curve that follows it has learned nothing, and one that leaves it upwards has. In the other seven panels it is *not* a control: a gap
+#   between the lines may be the sampler's.
 # - **Another sampler, another reward.** The first batches are all of the same untrained network. Flow-SDE noise (`flow_grpo`, `grpo_guard`,
 #   `flow_dppo`: the same pictures) costs nothing visible here, second-order steps (`nft`) and DanceGRPO's noise cost some, and CPS noise in a window makes
 #   numbers *easier* to read. `flow_grpo_fast` draws another window in every iteration, so its curve moves with the window as well as with the
@@ -202,8 +206,8 @@ right.grid(alpha=0.25, axis="x");
 # training few states.
 #
 # On the right, in the stored run: the three whose loss is an error of the velocity (`art`, `nft`, `awm`) have left the base model far behind after eight
-# iterations; those that score steps of an SDE follow at a distance, `flow_grpo` and `dance_grpo` not at all. Thirty iterations at three seeds (`ablations/efficiency.py`, table in the
-# README) agree that those are slower, and also say who of the three is ahead *on this task*: NFT, then AWM, then ART, which is not the order of
+# iterations; those that score steps of an SDE follow at a distance, `flow_grpo` and `dance_grpo` not at all. Thirty iterations at three seeds (`ablations/efficiency.py`, table in
+# `docs/results.md`) agree that those are slower, and also say who of the three is ahead *on this task*: NFT, then AWM, then ART, which is not the order of
 # DiffusionART's paper. Eight iterations of one seed could not have told you.
 #
 # ## The numbers worth watching

@@ -6,7 +6,7 @@
 # those few seeds again, and learns from its own samples alone. So a draft need not be right. It has to **rank** right.
 #
 # This page draws the four-bit numbers, makes a draft, measures its ranks, and trains with one. There is no FP4 hardware here: four bits
-# are *emulated*, values are exact and the speed is not. Tables with intervals: `ablations/fp4.py` and the README.
+# are *emulated*, values are exact and the speed is not. Tables with intervals: `ablations/fp4.py` and `docs/results.md`.
 
 # %%
 import itertools
@@ -302,7 +302,7 @@ for axis in (left, right):
 # *not* the policy's mean reward; the held-out line is.
 #
 # Seven iterations and one seed show that the pieces work together, no more. Does choosing pay on this task? With intervals: **no**, not per evaluation
-# (README, Sol-RL): with a reward of three values a group of 24 random seeds already holds good and bad samples.
+# (`docs/results.md`, Sol-RL): with a reward of three values a group of 24 random seeds already holds good and bad samples.
 #
 # ## Change this
 #

@@ -257,7 +257,9 @@ split = {name: schedule for name, schedule in few.items() if name in ("barrier",
 compare(axes[1], split, few["genrl"], sized, "speed over colocated: 8 samples, 60 s each, 8 s a state", "GPUs")
 
 # %% [markdown]
-# Finer is not always better: with few samples in a fragment, replicas stand idle in its last wave.
+# Finer is not always better: with few samples in a fragment, replicas stand idle in its last wave. And mind the left end of the TCSS line: one stale
+# fragment *of one* is the whole batch one version old, of two it is half. Its seconds are those of off-policy training there; only from some
+# eight fragments on is it a *little* staleness (an eighth).
 
 # %%
 figure, axis = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
@@ -315,8 +317,11 @@ print(f"seconds per step: {simulate(schedule, alone, steps=3).period:.2f} predic
       f"{simulate(schedule, replayed(last.trace), steps=3).period:.2f} from the run's own medians, {last.trace.period:.2f} measured")
 
 # %% [markdown]
-# Compare the shapes first: order of the bars, who waits for whom. Then the seconds. Where they differ there are two reasons. Stages in one
-# process get in each other's way, which a simulator of separate pools does not know; and whatever else the machine was doing is in the measured one
+# Compare the shapes first: order of the bars, who waits for whom. On the right the trainer's first bar overlaps the generator's last ones, though
+# they take turns: a measured interval begins when its stage is *called*, so it includes waiting for the one network that both share. (The
+# medians on the left are of such intervals too, so they count that waiting as work.)
+#
+# Then the seconds. Where they differ there are two reasons. Stages in one process get in each other's way, which a simulator of separate pools does not know; and whatever else the machine was doing is in the measured one
 # alone. (`python benchmarks/executors.py` compares the two where stages sleep for known times: there they agree within a few percent.)
 # **This shows that schedules run and are timed; a gain from overlap it does not show**, as generation and training take turns in one process. Where each has
 # a process of its own (`python benchmarks/overlap.py`, on Ray) there is one to be measured.

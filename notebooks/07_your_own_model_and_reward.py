@@ -51,7 +51,8 @@ print("cond of one prompt:", {name: tuple(value.shape) for name, value in model.
 #
 # A pipeline that `from_pipeline` does not know needs these six functions and nothing else. Here they are written out for this one, training two
 # layers instead of a LoRA. Three things go wrong most often: the time must be what the network was trained on (diffusers: $1000\,t$), the sign
-# must be $v = \varepsilon - x_0$ (page 02), and other `params` than the live ones must be *used* for that call.
+# must be $v = \varepsilon - x_0$ (page 02), and other `params` than the live ones must be *used* for that call. `diagnose`, below, finds the last
+# two.
 
 # %%
 def by_hand(pipe, height=24, width=32):
@@ -146,8 +147,8 @@ print(diagnose(model, algorithm, prompts[:4], symmetry, **check))
 # (The cosine is small and positive: a LoRA at this learning rate moves samples in many ways, and a little of it along $G$. Its sign is what
 # counts.)
 #
-# Two set-ups with a mistake: a network left in train mode, so that every call draws another dropout mask, and a reward that says the same of
-# everything.
+# Three set-ups with a mistake: a network left in train mode, so that every call draws another dropout mask; a `velocity` that ignores its `params`;
+# and a reward that says the same of everything.
 
 # %%
 def with_dropout(model, share=0.05):
@@ -155,15 +156,20 @@ def with_dropout(model, share=0.05):
     return model._replace(velocity=lambda *inputs: drop(model.velocity(*inputs)))
 
 
+deaf = mine._replace(velocity=lambda params, *inputs: mine.velocity(mine.params, *inputs))
+
 torch.manual_seed(0)
 print("---- dropout")
 print(diagnose(with_dropout(mine), algorithm, prompts[:4], symmetry, **check))
+print("---- params ignored")
+print(diagnose(deaf, algorithm, prompts[:4], symmetry, **check))
 print("---- a reward that is always 1")
 print(diagnose(mine, algorithm, prompts[:4], lambda images, prompts: torch.ones(len(images)), **check))
 
 # %% [markdown]
-# Read them from the top: a model that does not repeat itself makes every line below meaningless, also those that say `ok`. A `?` is a question
-# that could not be asked: with no group alive there is no gradient.
+# Read them from the top: a model that does not repeat itself makes every line below meaningless, also those that say `ok`. A model that ignores its
+# params learns all the same (its last line), so its curve looks well; but whatever asks for *another* policy (a reference, a slow average, a draft)
+# gets the live one under its name. A `?` is a question that could not be asked: with no group alive there is no gradient, and no way for the reward to go.
 #
 # ## Train
 #
