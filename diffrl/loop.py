@@ -55,6 +55,7 @@ from diffrl.training_checks import (
     check_batch,
     check_behaviour,
     check_credit,
+    check_model,
     check_optimizer,
     check_reward,
     check_sizes,
@@ -132,6 +133,7 @@ def train(
     if grad_clip is not None:
         grad_clip = require_number("grad_clip", grad_clip, low=0, open_low=True, infinite=True)
     g = checked_groups(prompts_per_iteration, len(prompts), ranks.size)
+    check_model(model)
     check_algorithm(algorithm, group_size)
     check_sizes(micro_batch=micro_batch, pack=pack, rollout_chunk=rollout_chunk)
     check_optimizer(optimizer, model.params)
@@ -333,6 +335,7 @@ def diagnose(
     seeds along the direction, and the reward not significantly down (two standard errors, paired). ValueError as `train`.
     No example: see the top of this file.
     """
+    check_model(model)
     prompts = checked_prompts(prompts, images)[:8]
     images = None if images is None else images[:8]
     optimizer = torch.optim.Adam(list(model.params.values()), lr=learning_rate)

@@ -130,6 +130,22 @@ def check_algorithm(algorithm: Algorithm, group_size: int) -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    """ValueError unless the model has the five functions and the mapping of params that the loop uses.
+
+    >>> from diffrl.tasks.toy import toy_model
+    >>> check_model(toy_model()._replace(latent_shape=(2,)))
+    Traceback (most recent call last):
+    ValueError: model.latent_shape must be a function, got (2,)
+    """
+    for name in ("velocity", "encode", "decode", "latent_shape", "times"):
+        if not callable(getattr(model, name, None)):
+            raise ValueError(f"model.{name} must be a function, got {getattr(model, name, None)!r:.80}")
+    params = getattr(model, "params", None)
+    if not isinstance(params, Mapping) or not all(isinstance(p, Tensor) for p in params.values()):
+        raise ValueError(f"model.params must be a mapping of tensors by name, got {params!r:.80}")
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, params: Params) -> None:
     """ValueError unless the optimizer steps some of the params and nothing else.
 

@@ -22,7 +22,7 @@ from diffrl import losses
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-TAUGHT = {"quick-start.md": 1, "extend/algorithm.md": 0, "extend/reward.md": 0, "extend/family.md": 0}
+TAUGHT = {"quick-start.md": 1, "extend/algorithm.md": 0, "extend/reward.md": 0, "extend/family.md": 0, "extend/schedule.md": 1}
 """Pages whose Python blocks are run, and how many blocks on each are not."""
 WITHOUT_A_PAGE = {"", "__main__", "tasks"}  # nothing is imported from these
 

@@ -12,6 +12,7 @@ from diffrl.training_checks import (
     check_batch,
     check_behaviour,
     check_credit,
+    check_model,
     check_optimizer,
     check_reward,
     check_rows,
@@ -115,3 +116,16 @@ def test_metrics_by_name_are_floats_and_nothing_is_none():
     for told in ([1.0], {"a": "much"}, {"a": torch.zeros(2)}):
         with refuses("commit"):
             numbers_by_name("commit", told)
+
+
+def test_a_model_of_other_fields_is_refused_by_name():
+    toy = toy_model()
+    check_model(toy)
+    for name in ("velocity", "encode", "decode", "latent_shape", "times"):
+        with refuses(f"model.{name} must be a function"):
+            check_model(toy._replace(**{name: (2,)}))
+    for params in (list(toy.params.values()), {"w": 1.0}, None):
+        with refuses("model.params must be a mapping"):
+            check_model(toy._replace(params=params))
+    with refuses("model.velocity must be a function, got None"):
+        check_model(object())
