@@ -131,7 +131,8 @@ for axis, (name, (rows, _, _)) in zip(axes.flat, runs.items()):
     error = torch.tensor([row["reward/std"] for row in rows]) / (len(prompts) * GROUP) ** 0.5
     axis.fill_between(range(ITERATIONS), mean - error, mean + error, color="#2b6cb0", alpha=0.2, linewidth=0)
     axis.plot(mean, color="#2b6cb0", marker="o", markersize=3, label="training")
-    axis.plot(control, color="grey", linestyle=":", label="base model, same seeds")
+    same = name in ("art", "awm")  # roll out by the control's own sampler
+    axis.plot(control, color="grey", linestyle=":", alpha=1 if same else 0.35, label="base model, same seeds, ODE")
     axis.set_title(f"{name}, learning rate {RATES[name]:g}", fontsize=9, loc="left")
     axis.grid(alpha=0.25)
 axes[0, 0].legend(fontsize=8, loc="lower right")
@@ -145,8 +146,8 @@ print("first batch, nothing learned yet:", ", ".join(f"{name} {rows[0]['reward/m
 # What to look for.
 #
 # - **The dotted line is luck alone.** It climbs from .65 to .80 here, and no policy changed. Where a method rolls out by the same ODE (`art`, `awm`),
-#   a curve that follows it has learned nothing, and one that leaves it upwards has. In the other seven panels it is *not* a control: a gap
-#   between the lines may be the sampler's.
+#   a curve that follows it has learned nothing, and one that leaves it upwards has. In the other seven panels (paler) it is *not* a control:
+#   a gap between the lines may be the sampler's.
 # - **Another sampler, another reward.** The first batches are all of the same untrained network. Flow-SDE noise (`flow_grpo`, `grpo_guard`,
 #   `flow_dppo`: the same pictures) costs nothing visible here, second-order steps (`nft`) and DanceGRPO's noise cost some, and CPS noise in a window makes
 #   numbers *easier* to read. `flow_grpo_fast` draws another window in every iteration, so its curve moves with the window as well as with the
