@@ -1,7 +1,7 @@
 """Directions other than `aggregate_direction`: shrunk, weighted, per noise level; of several rewards: `conflicts`.
 
 Each function of (rewards, x_0) that returns a `Direction` can stand in its place. A covariance of few samples in many
-dimensions is mostly noise, and unit RMS hides how much: E cos^2(C, Cov) = (k-1)/(k+D-2) for a linear reward on Gaussian
+dimensions is mostly noise, and unit RMS hides how much: E cos^2(C, Cov) = (k-1)/(k+n-2) for a linear reward on Gaussian
 data. Statistics are float64 inside; a sample whose reward is nan or inf has no reward and its latents may be anything.
 """
 
@@ -180,7 +180,7 @@ def signal_fraction(
     The factor of positive-part James-Stein, S as in `signal_energy`. Groups with two or three finite rewards cannot
     tell: they get sum S/sum |Chat|^2 of the alive groups that can, clipped too, or 1 if there are none. Dead groups (as
     `aggregate_direction`'s): 0. Invariant under R -> aR + b and x_0 -> a x_0 + const, a != 0. For a linear reward on
-    Gaussian data E S/E|Chat|^2 = (k-1)/(k+D); clipping lifts the mean of rho over pure noise above 0.
+    Gaussian data E S/E|Chat|^2 = (k-1)/(k+n); clipping lifts the mean of rho over pure noise above 0.
     ValueError: as `signal_energy`.
 
     >>> rewards = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], [1.0, 1.0, 1.0, 1.0]])

@@ -198,7 +198,7 @@ def _half_step_ratio(before: Tensor, now: Tensor, then: Tensor, *, where: Tensor
 
 
 def latent_mean(x: Float[Tensor, " b *d"]) -> Float[Tensor, " b"]:
-    """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / D).
+    """Mean over all latent axes. What every peer uses for log-probabilities: ratios are then exp(log-ratio / n), n numbers.
 
     >>> latent_mean(torch.tensor([[[1.0, 3.0], [4.0, 4.0]]]))
     tensor([3.])
