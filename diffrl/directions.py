@@ -233,7 +233,7 @@ def shrink_toward_batch(
 
     lam = clip(N/|Chat - M|^2, 0, 1) with N = `noise_energy` (where a group cannot tell, (1 - rho) |Chat|^2 with the
     pooled rho of `signal_fraction`). Normalised once. Prompts that pull the same way lend each other samples, others
-    lose: with k = 8, D = 32 and 8 prompts cos(Cpost, Cov) goes from .42 to .78 if all share one direction, to .23 if
+    lose: with k = 8, n = 32 and 8 prompts cos(Cpost, Cov) goes from .42 to .78 if all share one direction, to .23 if
     they share none. One alive group alone: `aggregate_direction`. Dead: that one's dead groups, and where Cpost is 0.
     ValueError: as `signal_energy`; scale not finite.
 
