@@ -139,7 +139,7 @@ def installed(python: Path, cwd: Path, version: str) -> None:
 def install_sdist(sdist: Path, folder: Path, since: float) -> None:
     """`pip install .` in the unpacked source distribution, with no git (nor anything else) to be found."""
     with tarfile.open(sdist) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     (source,) = folder.iterdir()
     python = environment(folder / "environment")
     call(python, "-m", "pip", "install", "--quiet", "--no-deps", ".", cwd=source, PATH=str(python.parent))
