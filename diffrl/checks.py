@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrl.numbers import nearest as nearest
 from diffrl.numbers import require_count as require_count
 from diffrl.numbers import require_number as require_number
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from diffrl.backends import Call, Lost
 from diffrl.checks import require_count
 from diffrl.partitions import even_runs
+from diffrl.ranks import torch_ranks
 from diffrl.schedules import Schedule
 from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_objective
 from diffrl.trainers import Trainer, concatenated
@@ -143,23 +144,17 @@ def ray_sum(params: Params, *ranks: Mapping[str, Tensor | None]) -> None:
 
 
 def gloo_sum(params: Params) -> None:
-    """Each param's gradient becomes the sum over the ranks of this process's group, by torch.distributed (gloo): one flat
-    all-reduce per dtype, on the CPU. A rank with an empty share joins with zeros. The same bits on every rank; of three or
-    more the order of summation is gloo's. None where no rank has one.
+    """Each param's gradient becomes the sum over the ranks of this process's group, by torch.distributed (gloo). A rank with an
+    empty share joins with zeros. The same bits on every rank; of three or more the order of summation is gloo's. None where
+    no rank has one: an optimizer does not step a param without a gradient.
 
     No example: needs a process group.
     """
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for p in params.values():
-        kinds.setdefault(p.dtype, []).append(p)
-    for dtype, members in kinds.items():
-        counts = torch.tensor([float(p.grad is not None) for p in members], dtype=dtype)
-        grads = [torch.zeros(p.numel(), dtype=dtype) if p.grad is None else p.grad.cpu().flatten() for p in members]
-        flat = torch.cat([counts, *grads])
-        torch.distributed.all_reduce(flat)
-        there, *sums = flat.split([len(members), *(p.numel() for p in members)])
-        for p, known, total in zip(members, there.tolist(), sums, strict=True):
-            p.grad = total.reshape(p.shape).to(p.device) if known else None
+    there = torch.tensor([p.grad is not None for p in params.values()], dtype=torch.int32)
+    torch.distributed.all_reduce(there)
+    torch_ranks().add(params)
+    for p, known in zip(params.values(), there.tolist(), strict=True):
+        p.grad = p.grad if known else None
 
 
 def joined(futures: Sequence[Future], combine: Callable[[list[Any]], Any]) -> Future:

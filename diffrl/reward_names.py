@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from diffrl.checks import nearest
+from diffrl.numbers import nearest
 from diffrl.remote_rewards import remote
 from diffrl.rewards import jpeg_compressibility, jpeg_incompressibility, ocr, tesseract_ocr
 from diffrl.scorer_weights import load_aesthetic, load_clip_score, load_hps_v2, load_image_reward, load_pick_score

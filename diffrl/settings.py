@@ -13,12 +13,13 @@ from torch import Tensor
 
 from diffrl import algorithms, rewards
 from diffrl.algorithms import Algorithm, TrainedSteps, all_steps, art_flash, noisiest
-from diffrl.checks import nearest, require_count, require_number
+from diffrl.checks import require_count, require_number
 from diffrl.drafts import merged_draft
 from diffrl.fp4 import mxfp4_fake_quantize, nvfp4_fake_quantize
 from diffrl.loop import train
 from diffrl.memory import encoders_off, vae_off
 from diffrl.models import from_pipeline
+from diffrl.numbers import nearest
 from diffrl.reward_names import make_reward
 from diffrl.sampling import rollout, sample_seeds
 from diffrl.types import Params, Reward

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffrl.checks import nearest, require_count
+from diffrl.checks import require_count
+from diffrl.numbers import nearest
 
 TRACKERS = ("tensorboard", "wandb", "jsonl")
 """What `--track` takes; wandb also as wandb:PROJECT."""

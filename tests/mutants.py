@@ -1404,6 +1404,28 @@ ODD_WORKER_MUTANTS = [
 
 LAST_MUTANTS = [
     *mutants_of(
+        "executors.py",
+        "test_executors.py",
+        ("a_resumed_run_stops_too_soon", "stop = None if steps is None else start + steps", "stop = steps"),
+        ("calibration_is_training", "        stages.load(held)\n", "        pass\n"),
+    ),
+    *mutants_of(
+        "executors.py",
+        "test_odd_workers.py",
+        ("an_interrupted_step_leaves_its_half", "            stages.zero()\n", "            pass\n"),
+    ),
+    *mutants_of(
+        "backends.py",
+        "test_backends.py",
+        ("a_thread_that_hangs_is_asked_again", "lane = self.lanes.pop(resource)", "lane = self.lanes[resource]"),
+        ("order_is_not_picked", "rewards=rewards, pick=pick)", "rewards=rewards, pick=None)"),
+    ),
+    *mutants_of(
+        "cli_options.py",
+        "test_cli.py",
+        ("cli:numbers_are_text", 'kind = int if "int" in annotation else', 'kind = str if "int" in annotation else'),
+    ),
+    *mutants_of(
         "loop.py",
         "test_loop.py",
         ("a_velocity_s_sign_is_not_seen", "cosine > 0 if clear else None", "True if clear else None"),
@@ -1414,8 +1436,8 @@ LAST_MUTANTS = [
     *mutants_of(
         "ray_backend.py",
         "test_ray_backend.py",
-        ("gloo_gives_zeros_where_nobody_has_one", "if known else None", "if True else None"),
-        ("gloo_keeps_its_own", "        torch.distributed.all_reduce(flat)\n", ""),
+        ("gloo_gives_zeros_where_nobody_has_one", "p.grad = p.grad if known else None", "p.grad = p.grad"),
+        ("gloo_keeps_its_own", "    torch_ranks().add(params)\n", ""),
         ("ray_sum_of_the_first", "for grads in ranks if grads[name]", "for grads in ranks[:1] if grads[name]"),
     ),
     *mutants_of(

@@ -195,3 +195,19 @@ def test_a_function_in_a_thread_of_its_own_answers_with_its_times():
     assert name == "diffrl one"
     with pytest.raises(ZeroDivisionError):
         in_a_thread("diffrl two", lambda: 1 / 0).result(20)
+
+
+def test_pick_decides_what_runs_next_and_everything_runs_in_this_thread():
+    waiting, threads = [], set()
+
+    def last(n):
+        waiting.append(n)
+        threads.add(threading.current_thread().name)
+        return n - 1
+
+    made = in_process(pick=last)
+    schedule = whole(5, fragments=3)
+    list(run(schedule, stages_of(art()), steps=1, backend=made))
+    assert len(waiting) >= 3 * len(schedule.fragments)  # generated, scored, trained
+    assert max(waiting) > 1  # there was something to decide
+    assert threads == {threading.main_thread().name}

@@ -11,7 +11,6 @@ from strategies import latent_shapes, seeds, time_pairs
 
 from diffrl.checks import (
     column,
-    nearest,
     promote,
     require_batch,
     require_call,
@@ -27,6 +26,7 @@ from diffrl.checks import (
     time_pair,
     time_rows,
 )
+from diffrl.numbers import nearest
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, F64)
 
