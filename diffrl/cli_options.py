@@ -61,6 +61,9 @@ NOT_THE_DOCTOR_S = (
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+OF_THE_PIPELINE = {"guidance_scale": "", "max_sequence_length": "text tokens; "}
+
+
 def _helps() -> dict[str, dict[str, str]]:
     from diffrl.reward_names import FORMS
     from diffrl.settings import ALGORITHMS, ENGINES, TASKS
@@ -74,9 +77,9 @@ def _helps() -> dict[str, dict[str, str]]:
             "held_out_reward": "a second reward, evaluated and never trained on",
             "prompts": "file with one prompt per line; none: the task's own",
             "images": "file with one picture's file name per line, the first frames of image-to-video",
-            **dict.fromkeys(("height", "width"), "pixels; none: the task's own"),
+            **dict.fromkeys(("height", "width"), "pixels; none: the task's own, of prompts 512"),
             "frames": "of a video; none: pictures",
-            "guidance_scale": "none: the task's own",
+            **{n: f"{t}none: the task's own, of prompts the pipeline's" for n, t in OF_THE_PIPELINE.items()},
             "lora_rank": "r of the LoRA; 0: every parameter is trained, in float32",
             "lora_alpha": "alpha of the LoRA",
         },

@@ -214,6 +214,7 @@ def announcement(folder: Path, s: Any, bench: Any, start: int = 0, *, pictures: 
             "prompts",
             f"{f['prompts']:,}, {s.prompts_per_iteration} per iteration{f' ({s.prompts})' if s.prompts else ''}",
         ),
+        ("sampling", _sampling_text(s, bench.options)),
         (
             "samples",
             f"{s.prompts_per_iteration} x {s.group_size} = {f['samples_per_iteration']:,} per iteration in {s.steps} steps, {f['samples']:,} in all",
@@ -236,6 +237,15 @@ def _times(shape: Sequence[int]) -> str:
 def _row(label: str, text: str) -> str:
     how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * LABEL}
     return textwrap.fill(f"{label:<{LABEL}}{text}", width(), **how)
+
+
+def _sampling_text(s: Any, options: Mapping[str, Any]) -> str:
+    """What a picture depends on beside its prompt and seed, and export must be sampled with."""
+    own = "the pipeline's own"
+    pixels = " x ".join(str(options[name]) for name in ("height", "width") if name in options) or own
+    frames = f", {options['frames']} frames" if "frames" in options else ""
+    guidance, length = (options.get(name, own) for name in ("guidance_scale", "max_sequence_length"))
+    return f"{pixels} pixels{frames}, {s.steps} steps, guidance {guidance}, text tokens {length}"
 
 
 def _engine_text(s: Any, off: Sequence[str]) -> str:
@@ -277,8 +287,8 @@ def outcome(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in ("eval/exact_match", "eval/reward", "eval/held_out_reward"):
         values = [row[name] for row in rows if "eval/reward" in row and row.get(name) is not None]
         values = [row[base] for row in rows[:1] if (base := name.replace("eval/", "base/")) in row] + values
-        if values:
-            told[name] = [values[0], values[-1]]
+        if values:  # a run that was interrupted may have but one
+            told[name] = [values[0], values[-1] if len(values) > 1 else None]
     whole = [f"seconds/{part}" for part in ("rollout", "reward", "update", "evaluation")]  # others are parts of these
     seconds = sum(row.get(name) or 0.0 for row in rows for name in whole)
     files = sorted(p.name for p in folder.iterdir())
@@ -291,5 +301,6 @@ def summary(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     No example: reads a run's folder.
     """
     told = outcome(folder, rows)
-    lines = [f"{name}: {v[0]:.4f} -> {v[-1]:.4f}" for name, v in told.items() if name.startswith("eval/")]
+    evaluated = [(name, v) for name, v in told.items() if name.startswith("eval/")]
+    lines = [f"{name}: {a:.4f}" + (f" -> {b:.4f}" if b is not None else "") for name, (a, b) in evaluated]
     return "\n".join([*lines, f"{len(rows)} iterations, {told['seconds']:.0f} s; written: {', '.join(told['files'])}"])

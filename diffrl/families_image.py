@@ -18,7 +18,9 @@ def _sd3_shape(pipe: Any, size: Size) -> tuple[int, ...]:
     require_multiple(factor * config.patch_size, height=size.height, width=size.width)
     longest = factor * config.patch_size * config.pos_embed_max_size
     if max(size.height, size.width) > longest:
-        raise ValueError(f"height {size.height}, width {size.width}: this transformer has positions up to {longest}")
+        raise ValueError(
+            f"height {size.height}, width {size.width}: this transformer has positions up to {longest} pixels"
+        )
     return (config.in_channels, size.height // factor, size.width // factor)
 
 

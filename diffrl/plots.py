@@ -47,9 +47,17 @@ def _style(axis: Any, title: str, xlabel: str) -> None:
     axis.tick_params(labelsize=8)
 
 
-def _legend(axis: Any, place: str = "best") -> None:
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, framealpha=0.8, edgecolor="none", loc=place)
+def _legend(axis: Any, *more: Any) -> None:
+    """Of this axis and of those that share its place, below it, where it covers nothing."""
+    handles, labels = list[Any](), list[str]()
+    for each in (axis, *more):
+        handles, labels = (
+            old + new for old, new in zip((handles, labels), each.get_legend_handles_labels(), strict=True)
+        )
+    if labels:
+        columns = 1 if max(map(len, labels)) > 22 else 2
+        how: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.16), "borderaxespad": 0.0}
+        axis.legend(handles, labels, fontsize=8, frameon=False, ncols=columns, **how)
 
 
 def _series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -76,7 +84,9 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     """
     if not rows:
         raise ValueError("no rows: nothing to draw")
-    figure = _figure(12, 3.6)
+    from matplotlib.ticker import MaxNLocator
+
+    figure = _figure(12, 4.2)
     left, middle, right = figure.subplots(1, 3)
     _evaluation_panel(left, rows)
     _style(middle, "loss of each update", "iteration")
@@ -86,8 +96,10 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
     if any("groups/dead" in row for row in rows):
         x, dead = _series(rows, "groups/dead")
         middle.fill_between(x, [1 - d for d in dead], color=GREY, alpha=0.2, linewidth=0, label="share of live groups")
-    _legend(middle, "lower left")
+    _legend(middle)
     _steering_panel(right, rows)
+    for axis in (left, middle, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if title:
         figure.suptitle(title, fontsize=11, color=INK, parse_math=False)
     figure.savefig(path)
@@ -96,8 +108,6 @@ def save_curve(path: str | Path, rows: Sequence[Mapping[str, Any]], *, title: st
 
 def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """The trust region where there is one; a draft's ranks where there is a draft; how far the policy moved."""
-    from matplotlib.ticker import MaxNLocator
-
     last = last_update(rows)
     shown = [
         (f"masked_fraction/update_{last}", "masked fraction", ORANGE),
@@ -119,9 +129,7 @@ def _steering_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     twin.set_ylabel("drift rms", fontsize=9, color=BLUE)
     twin.spines["top"].set_visible(False)
     twin.tick_params(labelsize=8)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    lines = [*axis.get_lines(), *twin.get_lines()]
-    axis.legend(lines, [line.get_label() for line in lines], fontsize=8, framealpha=0.8, edgecolor="none")
+    _legend(axis, twin)
 
 
 def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -129,8 +137,10 @@ def _evaluation_panel(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     x, y = _series(rows, "reward/mean")
     if x:
         axis.plot(x, y, color=GREY, linewidth=1.2, label="training reward")
-    for name, colour in (("eval/reward", BLUE), ("eval/exact_match", GREEN)):
-        points = [
+    for name, colour in (("eval/reward", BLUE), ("eval/exact_match", GREEN), ("eval/held_out_reward", ORANGE)):
+        base = name.replace("eval/", "base/")  # of a run of one iteration
+        points = [(0, row[base]) for row in rows[:1] if row.get(base) is not None]
+        points += [
             (row.get("eval/iterations", row["iteration"]), row[name]) for row in rows if row.get(name) is not None
         ]
         if points:
@@ -298,7 +308,7 @@ def save_rank_scatter(
         axis.set_ylim(0, n + 1)
     for colour, name in ((BLUE, f"draft's best {keep}"), (ORANGE, f"its worst {keep}"), (GREY, "not chosen")):
         axes[0].scatter([], [], s=20, c=colour, label=name)
-    _legend(axes[0], "lower right")
+    axes[0].legend(fontsize=8, framealpha=0.8, edgecolor="none", loc="lower right")
     figure.savefig(path)
     return Path(path)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from diffrl.numbers import nearest
@@ -70,7 +71,9 @@ def make_reward(name: str, *, threads: int = 2, device: Any = "cpu", option: str
     try:
         found = getattr(import_module(before), after)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option} {name!r} cannot be imported: {error}") from None
+        raise ValueError(
+            f"{option} {name!r} cannot be imported: {error} (looked in {Path.cwd()} and in what is installed)"
+        ) from None
     except Exception as error:  # whatever the user's module raises when it is imported
         raise ValueError(f"{option} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):

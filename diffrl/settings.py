@@ -1,7 +1,7 @@
 """What a run depends on: its settings, and the model, prompts, reward and algorithm they name; held-out evaluation."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from inspect import signature
@@ -85,6 +85,7 @@ class Settings:
     frames: int | None = None
     images: str | None = None
     guidance_scale: float | None = None
+    max_sequence_length: int | None = None
     device: str = "cpu"
     threads: int = 2
     engine: str = "loop"
@@ -153,7 +154,7 @@ def check_settings(s: Settings) -> None:
         require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--stale", s.stale, low=0)
     _check_engine(s)
-    for name in ("micro_batch", "pack", "rollout_chunk", "height", "width", "frames"):
+    for name in ("micro_batch", "pack", "rollout_chunk", "height", "width", "frames", "max_sequence_length"):
         if getattr(s, name) is not None:
             require_count(f"--{name.replace('_', '-')}", getattr(s, name))
     require_count("--group-size", s.group_size, low=2)
@@ -340,6 +341,7 @@ class Bench(NamedTuple):
     algorithm: Algorithm
     draft: Any = None
     images: Sequence[Any] | None = None
+    options: Mapping[str, Any] = {}  # of from_pipeline: what is not here is the pipeline's own
 
 
 def build(s: Settings) -> Bench:
@@ -357,7 +359,9 @@ def build(s: Settings) -> Bench:
     pipe, prompts, options = _pipeline(s)
     images = None if s.images is None else read_images(s.images, len(prompts))
     if s.prompts_per_iteration > len(prompts):
-        raise ValueError(f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts")
+        raise ValueError(
+            f"--prompts-per-iteration {s.prompts_per_iteration} of only {len(prompts)} prompts: at most {len(prompts)} can be given"
+        )
     torch.manual_seed(s.seed)  # the adapter's first factors
     pipe.to(s.device)
     lora = {"r": s.lora_rank, "lora_alpha": s.lora_alpha} if s.lora_rank else None
@@ -368,12 +372,12 @@ def build(s: Settings) -> Bench:
     if s.vae_off:
         model = vae_off(model, pipe, device=s.device)
     draft = make_draft(s, model)
-    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images)
+    return Bench(model, prompts, reward, held_out, drafted(algorithm, s, draft), draft, images, options)
 
 
 def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
-    given = {"height": s.height, "width": s.width, "frames": s.frames, "guidance_scale": s.guidance_scale}
-    given = {name: value for name, value in given.items() if value is not None}
+    names = ("height", "width", "frames", "guidance_scale", "max_sequence_length")
+    given = {name: value for name in names if (value := getattr(s, name)) is not None}
     prompts = None if s.prompts is None else read_prompts(s.prompts)
     if s.task == "digits":
         from diffrl.tasks import digits
@@ -388,7 +392,12 @@ def _pipeline(s: Settings) -> tuple[Any, list[str], dict[str, Any]]:
     saved = json.loads(index.read_text()) if index.is_file() else {}
     absent = {name: None for name, value in saved.items() if value == [None, None]}  # a Stable Diffusion 3 without T5
     dtype = torch.bfloat16 if half else torch.float32
-    pipe = DiffusionPipeline.from_pretrained(s.model, torch_dtype=dtype, **absent)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(s.model, dtype=dtype, **absent)
+    except OSError as error:
+        if Path(str(s.model)).is_dir():
+            raise
+        raise ValueError(f"--model {s.model!r} is no folder here, and no model of a hub that can be reached") from error
     return pipe, prompts or [], {"height": 512, "width": 512, **given}
 
 

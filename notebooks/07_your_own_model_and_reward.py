@@ -27,7 +27,7 @@ folder = tempfile.TemporaryDirectory()
 # ## One call for the model
 #
 # `from_pipeline` adds a LoRA, freezes the rest, and returns plain functions. For SD3.5 the pipeline would be
-# `StableDiffusion3Pipeline.from_pretrained(PATH, torch_dtype=torch.bfloat16).to("cuda")` and the size 512 x 512; nothing else changes.
+# `StableDiffusion3Pipeline.from_pretrained(PATH, dtype=torch.bfloat16).to("cuda")` and the size 512 x 512; nothing else changes.
 
 # %%
 def load():

@@ -37,7 +37,7 @@ def main(recipe: Callable[..., tuple[Any, Iterator[dict[str, float]]]], reward: 
         parser.error("--images is needed by image-to-video, and by nothing else")
     # full fine-tuning needs float32 weights: the recipe says so of itself
     dtype = getattr(recipe, "dtype", torch.bfloat16)
-    pipe = DiffusionPipeline.from_pretrained(options.model, torch_dtype=dtype).to(options.device)
+    pipe = DiffusionPipeline.from_pretrained(options.model, dtype=dtype).to(options.device)
     prompts = read_prompts(options.prompts)
     more = {"images": read_images(options.images, len(prompts))} if options.images else {}
     model, training = recipe(pipe, prompts, reward(options.device), **more)

@@ -955,7 +955,7 @@ LATE = [
     *mutants_of("memory.py", "test_memory.py", ("t5_in_float32", "and dtype == torch.bfloat16", "and False")),
     *mutants_of("run.py", "test_ranks.py", ("run:a_folder_before_the_refusal", "checked_groups(s.prompts_per_iteration, len(bench.prompts), ranks.size)", "pass")),
     *mutants_of("run.py", "test_train_families.py", ("run:evaluates_all_at_once", "\"chunk\": s.rollout_chunk or 128}\n    found", "\"chunk\": 128}\n    found")),
-    *mutants_of("settings.py", "test_train_families.py", ("settings:absent_parts_are_wanted", "torch_dtype=dtype, **absent)", "torch_dtype=dtype)")),
+    *mutants_of("settings.py", "test_train_families.py", ("settings:absent_parts_are_wanted", "dtype=dtype, **absent)", "torch_dtype=dtype)")),
     *mutants_of("models.py", "test_models.py", ("second_size_switches_checkpointing_off", "elif config is not None and getattr", "elif getattr")),
 ]  # fmt: skip
 

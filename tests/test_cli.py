@@ -22,6 +22,7 @@ from toys import toy_run
 from diffrl import cli, cli_text
 from diffrl import run as run_module
 from diffrl import settings as settings_module
+from diffrl.algorithms import art
 from diffrl.cli import Parser, main, make_parser, summary
 from diffrl.cli_options import NOT_THE_DOCTOR_S, option_of
 from diffrl.cli_text import announcement, facts, outcome, painted, piece, size, width
@@ -444,10 +445,30 @@ def test_summary_by_hand(tmp_path):
         {"iteration": 2, "eval/reward": 0.75, "eval/exact_match": None, "seconds/reward": 2.0},
     ]
     assert summary(tmp_path, rows).splitlines() == [
-        "eval/exact_match: 0.5000 -> 0.5000",
+        "eval/exact_match: 0.5000",
         "eval/reward: 0.2500 -> 0.7500",
         "3 iterations, 3 s; written: a, b",
     ]
+
+
+def test_one_evaluation_is_not_two(tmp_path):
+    """An interrupted run knows how it began, not how it ended."""
+    told = outcome(tmp_path, [{"iteration": 0, "eval/reward": 0.25}, {"iteration": 1}])
+    assert told["eval/reward"] == [0.25, None]
+    told = outcome(tmp_path, [{"iteration": 0, "eval/reward": 0.5, "base/reward": 0.25}])
+    assert told["eval/reward"] == [0.25, 0.5]
+
+
+def test_the_announcement_says_what_a_sample_depends_on():
+    s = Settings(task="prompts", steps=7)
+    bench = Bench(toy_model(), list(PROMPTS), Judge(toward_compass), None, art())
+    assert "sampling    the pipeline's own pixels, 7 steps, guidance the pipeline's own, text tokens" in announcement(
+        Path("r"), s, bench
+    ).replace("\n            ", " ")
+    bench = bench._replace(
+        options={"height": 24, "width": 32, "frames": 9, "guidance_scale": 1.0, "max_sequence_length": 5}
+    )
+    assert "24 x 32 pixels, 9 frames, 7 steps, guidance 1.0, text tokens 5" in announcement(Path("r"), s, bench)
 
 
 def test_reports_print_one_line_per_check():

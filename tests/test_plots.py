@@ -87,6 +87,16 @@ def test_the_curve_shows_its_numbers(tmp_path, full, name):
     assert (pixels(save_curve(tmp_path / "b.png", moved)) != full).any()
 
 
+def test_the_curve_shows_a_held_out_reward_and_the_base_of_a_single_iteration(tmp_path):
+    one = rows(1, **{"eval/reward": 0.6})
+    pictures = [
+        pixels(save_curve(tmp_path / f"{i}.png", made))
+        for i, made in enumerate((one, [one[0] | {"eval/held_out_reward": 0.3}], [one[0] | {"base/reward": 0.2}]))
+    ]
+    assert (pictures[0] != pictures[1]).any()
+    assert (pictures[0] != pictures[2]).any()
+
+
 def test_control_the_same_rows_give_the_same_picture(tmp_path, full):
     assert (pixels(save_curve(tmp_path / "a.png", rows())) == full).all()
 

@@ -309,6 +309,29 @@ def test_build_takes_the_lora_and_a_held_out_reward(pipe):
     assert bench.held_out is not None
 
 
+def test_a_saved_pipeline_of_one_s_own_is_read_at_the_text_length_asked_for(pipe, tmp_path):
+    """The digits' model reads one token; at its pipeline's own length it writes other numbers."""
+    (tmp_path / "prompts.txt").write_text("the number 12\nthe number 34\n")
+    mine = {
+        "task": "prompts",
+        "prompts": str(tmp_path / "prompts.txt"),
+        "prompts_per_iteration": 2,
+        "height": 24,
+        "width": 32,
+    }
+    lengths = []
+    for asked in ({"max_sequence_length": 1}, {"max_sequence_length": 3}, {}):
+        bench = build(small(pipe, **mine, guidance_scale=1.0, **asked))
+        assert bench.options == {"height": 24, "width": 32, "guidance_scale": 1.0, **asked}
+        lengths.append({n: v.shape[1] for n, v in bench.model.encode(bench.prompts).items()}["encoder_hidden_states"])
+    assert lengths[1] - lengths[0] == 2
+    assert lengths[2] > lengths[1]
+    with pytest.raises(ValueError, match="--max-sequence-length must be an integer >= 1, got 0"):
+        build(small(pipe, **mine, max_sequence_length=0))
+    with pytest.raises(ValueError, match="--model 'nowhere' is no folder here, and no model of a hub"):
+        build(small(pipe, **mine | {"model": "nowhere"}))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
