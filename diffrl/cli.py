@@ -228,7 +228,7 @@ def _resumed(options: argparse.Namespace, words: Sequence[str]) -> int | None:
 
 
 def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> int:
-    from diffrl.ranks import launched
+    from diffrl.ranks import launched, leave_group
     from diffrl.run import Interrupted, read_metrics, run
     from diffrl.tracking import require_tracker
 
@@ -268,6 +268,7 @@ def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> 
     if ranks.rank == 0:
         print(summary(folder, rows))
         told.summed_up(rows, interrupted=False)
+    leave_group()
     return 0
 
 

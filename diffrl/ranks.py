@@ -1,6 +1,6 @@
 """Several processes that train one policy: each rolls out whole groups of its own, all learn from all of them.
 
-    torchrun --nproc-per-node 2 script.py       with `ranks=torch_ranks()` handed to `loop.train`
+    torchrun --nproc-per-node 2 script.py       with `ranks=launched()` handed to `loop.train`, and `leave_group()` at its end
 
 Rank r of R rolls out and scores the r-th of R equal blocks of an iteration's prompts. The batch is then gathered on every
 rank, so that credit (a batch's spread included) is what one process would give; of every optimizer step's window each rank
@@ -111,9 +111,37 @@ def launched() -> Ranks:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=PATIENCE)
+        enter_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
     return torch_ranks()
+
+
+def enter_group(backend: str, **options: Any) -> None:
+    """`torch.distributed.init_process_group(backend, **options)`, such that `leave_group` can end it.
+
+    No example: needs several processes.
+    """
+    import torch.distributed as dist
+
+    # torch.distributed.nn takes the group of the moment of its import as a default argument and holds it from then on; an
+    # optimizer imports it. A group that is held keeps its threads past the interpreter's end (see leave_group).
+    if dist.is_available():
+        import torch.distributed.nn  # noqa: F401
+    dist.init_process_group(backend, **options)
+
+
+def leave_group() -> None:
+    """Out of the group that `launched` or `enter_group` has set up, its threads joined; nothing where there is none.
+
+    Call it last in a process that succeeded. Without it a thread of gloo that still frees a tensor while the interpreter
+    ends aborts the process with "terminate called without an active exception" (github.com/pytorch/pytorch/issues/190489),
+    after all is done, now and then. After an error leave it out: it waits for what the others were asked for.
+
+    >>> leave_group()  # no group, nothing to do
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def torch_ranks() -> Ranks:

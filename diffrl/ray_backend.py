@@ -17,7 +17,7 @@ from torch import Tensor
 from diffrl.backends import Call, Lost
 from diffrl.checks import require_count
 from diffrl.partitions import even_runs
-from diffrl.ranks import torch_ranks
+from diffrl.ranks import enter_group, torch_ranks
 from diffrl.schedules import Schedule
 from diffrl.stages import AlgorithmStages, require_separable_collect, require_separable_objective
 from diffrl.trainers import Trainer, concatenated
@@ -83,7 +83,7 @@ class Worker:
 
     def join(self, address: str, rank: int, ranks: int) -> None:
         """Into the gloo group of the trainer ranks; returns when all are there."""
-        torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
+        enter_group("gloo", init_method=address, rank=rank, world_size=ranks)
 
     def commit(
         self, step: int, update: int, gather: Callable[..., None] | None = None, *ranks: Mapping[str, Tensor | None]

@@ -838,6 +838,8 @@ RANKS = [
         ("ranks:rows_of_the_first_rank", "rewards=torch.cat([batch.rewards for batch in batches])", "rewards=torch.cat([first.rewards for _ in batches])"),
         ("ranks:metrics_of_the_first", "metrics=metrics or None", "metrics=first.metrics"),
         ("ranks:any_start", "if other != told:", "if False:"),
+        ("ranks:group_held_by_defaults", "        import torch.distributed.nn  # noqa: F401\n", "        pass\n"),
+        ("ranks:group_never_left", "        dist.destroy_process_group()\n", "        pass\n"),
         ("ranks:parts_lost", "parts=None if first.parts is None else", "parts=None if True else"),
     ),
     *mutants_of(

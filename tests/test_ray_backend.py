@@ -187,9 +187,10 @@ import subprocess
 import sys
 import torch
 sys.path[:0] = [{root!r}]
+from diffrl.ranks import enter_group, leave_group
 from diffrl.ray_backend import gloo_sum
 rank = int(sys.argv[1])
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+enter_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 made = {{"a": torch.float64, "b": torch.float32, "c": torch.float32, "d": torch.float64}}
 params = {{n: torch.zeros(2, 3, dtype=dtype, requires_grad=True) for n, dtype in made.items()}}
 params["a"].grad = torch.full((2, 3), 0.1 + rank, dtype=torch.float64)
@@ -197,6 +198,7 @@ if rank:
     params["b"].grad = torch.arange(6.0).reshape(2, 3)
 gloo_sum(params)
 print([None if p.grad is None else [str(p.grad.dtype), p.grad.tolist()] for p in params.values()])
+leave_group()
 """
 
 
@@ -208,6 +210,7 @@ def test_gloo_sums_what_the_ranks_have_and_an_empty_share_joins_with_zeros(tmp_p
         for r in range(2)
     ]
     told = [ast.literal_eval(rank.communicate(timeout=200)[0]) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
     assert told[0] == told[1]
     a, b, *absent = told[0]
     assert a == ["torch.float64", [[0.1 + 1.1] * 3] * 2]
