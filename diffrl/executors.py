@@ -173,7 +173,7 @@ def _metrics(batch: Progress, schedule: Schedule) -> dict[str, float]:
         named: dict[str, list[tuple[float, int]]] = {}
         for metrics, share in told:
             for name, number in metrics.items():
-                named.setdefault(name, []).append((number, share))
+                named.setdefault(name, []).append((float(number), getattr(number, "count", share)))
         updates.append({n: _together(n, *zip(*pairs, strict=True)) for n, pairs in named.items()} | committed)
     seconds = {name: sum(batch.seconds.get(kind, 0.0) for kind in kinds) for name, kinds in BUSY.items()}
     again = {"retries": float(batch.retries), "replaced": float(batch.replaced)}

@@ -239,7 +239,7 @@ def update(
             value.backward()
             total += float(value.detach())
             for name, number in metrics.items():
-                told.setdefault(name, []).append((float(number), share))
+                told.setdefault(name, []).append((float(number), getattr(number, "count", share)))
     ranks.add(model.params)
     total, told = _over_ranks(ranks.gathered((total, told)))
     params = list(model.params.values())
@@ -262,7 +262,11 @@ def _over_ranks(each: list[tuple[float, dict]]) -> tuple[float, dict]:
 
 def _together(name: str, values: Sequence[float], samples: Sequence[int]) -> float:
     """One metric of the parts that told it: the least of NAME/min, the greatest of NAME/max, of an rms the root of the mean
-    square, else the mean, over samples."""
+    square, else the mean, over samples. A part that has none says nothing, where another has some."""
+    if any(samples):
+        values, samples = zip(*[(v, n) for v, n in zip(values, samples, strict=True) if n], strict=True)
+    else:
+        return values[0]
     if name.endswith(("/min", "/max")):
         return min(values) if name.endswith("/min") else max(values)
     power = 2 if name.endswith("_rms") else 1

@@ -18,6 +18,7 @@ from diffrl.losses import nft as nft_loss
 from diffrl.policy_gradients import clip_fraction
 from diffrl.sampling import flow_sde_step, predict_noise
 from diffrl.states import (
+    Mean,
     States,
     StepsPerSample,
     by_step,
@@ -26,6 +27,7 @@ from diffrl.states import (
     finite_states,
     has_reward,
     loss_weights,
+    mean_over,
     reference_velocity,
     require_steps_per_sample,
     share_of,
@@ -100,9 +102,9 @@ def guided_regression(
             inside = keep_inside(v, s.v_old, pull, kl / limit, radius=1.0)
         else:
             inside = keep_inside(v, s.v_old, pull, kl, radius=radius)
-        metrics = {
+        metrics: Metrics = {
             "masked_fraction": share_of(~inside, trained),
-            "kl_proxy": float(kl[usable].mean()),
+            "kl_proxy": mean_over(kl, usable),
             "drift_rms": drift_rms(v, s.v_old, usable),
         }
         return velocity_matching(v, target), loss_weights(window, inside & trained, s.rows), metrics
@@ -175,17 +177,17 @@ def nft_regression(
         r = credit_of(window, "optimality")
         v = velocity(params, s.x_t, s.t, s.cond)
         values = loss_factor * branches(v, s.v_old, s.x_t, s.x_0, s.t, r.to(s.x_t)[s.rows], beta=beta, weight=weight)
-        told = r[rewarded] if bool(rewarded.any()) else r
-        metrics = {
+        told, known = (r[rewarded] if bool(rewarded.any()) else r), int(rewarded.sum())
+        metrics: Metrics = {
             "drift_rms": drift_rms(v, s.v_old, usable),
-            "optimality/mean": float(told.mean()),
-            "optimality/min": float(told.min()),
-            "optimality/max": float(told.max()),
+            "optimality/mean": Mean(float(told.mean()), known),
+            "optimality/min": Mean(float(told.min()), known),
+            "optimality/max": Mean(float(told.max()), known),
         }
         if anchor:
             away = velocity_matching(v, reference_velocity(velocity, window, s))
             values = values + anchor * away
-            metrics["anchor"] = float(away.detach()[usable].mean())
+            metrics["anchor"] = mean_over(away, usable)
         return values, loss_weights(window, rewarded[s.rows], s.rows), metrics
 
     objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]
@@ -269,7 +271,7 @@ def matching_ratio(
         ratio = torch.exp(now.detach() - old.detach())
         gap = (ratio - 1).abs()
         metrics: Metrics = {
-            "ratio_deviation": float(gap[usable].mean()),
+            "ratio_deviation": mean_over(gap, usable),
             "drift_rms": drift_rms(v, s.v_old, usable),
             **clip_fraction(ratio, a, clip),
             **by_step("ratio_deviation", gap, s, usable),
@@ -277,7 +279,7 @@ def matching_ratio(
         if beta:
             away = velocity_matching(v, reference_velocity(velocity, window, s))
             values = values + beta * away
-            metrics["kl_velocity"] = float(away.detach()[usable].mean())
+            metrics["kl_velocity"] = mean_over(away, usable)
         return values, loss_weights(window, rewarded[s.rows], s.rows), metrics
 
     objective.steps_per_sample = steps_per_sample  # type: ignore[attr-defined]

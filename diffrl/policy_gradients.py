@@ -23,6 +23,7 @@ from diffrl.states import (
     finite_states,
     has_reward,
     loss_weights,
+    mean_over,
     reference_velocity,
     require_steps_per_sample,
     window_states,
@@ -234,10 +235,10 @@ def policy_gradient(
             # the penalty counts for every state alike, also where the policy's own loss is dropped or weighted
             values = torch.where(keep > 0, values * keep, 0.0) + beta * to_reference
             keep = torch.ones_like(values)
-            metrics["kl_reference"] = float(to_reference.detach()[usable].mean())
+            metrics["kl_reference"] = mean_over(to_reference, usable)
         weight = loss_weights(window, rewarded[s.rows] * keep, s.rows)
         gap = (q.ratio.detach() - 1).abs()
-        metrics |= {"ratio_deviation": float(gap[usable].mean()), "drift_rms": drift_rms(v, s.v_old, usable)}
+        metrics |= {"ratio_deviation": mean_over(gap, usable), "drift_rms": drift_rms(v, s.v_old, usable)}
         metrics |= by_step("ratio_deviation", gap, s, usable) | by_step("std", q.std, s, usable)
         metrics |= _output_grad(values, weight, v, s, usable)
         return values, weight, metrics

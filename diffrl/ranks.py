@@ -136,7 +136,8 @@ def leave_group() -> None:
     ends aborts the process with "terminate called without an active exception" (github.com/pytorch/pytorch/issues/190489),
     after all is done, now and then. After an error leave it out: it waits for what the others were asked for.
 
-    >>> leave_group()  # no group, nothing to do
+    >>> leave_group() is None  # no group, nothing to do
+    True
     """
     import torch.distributed as dist
 

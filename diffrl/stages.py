@@ -308,7 +308,7 @@ class AlgorithmStages:
                     raise ValueError("the loss has no gradient: velocity or objective detaches it")
                 value.backward()
                 loss_here = {"loss": float(value.detach()) * total / len(pack)}
-                told.append(({n: float(v) for n, v in metrics.items()} | loss_here, len(pack)))
+                told.append((numbers_by_name("objective", metrics) | loss_here, len(pack)))
         return told
 
     def commit(self, step: int, update: int) -> dict[str, float]:

@@ -151,23 +151,53 @@ def loss_weights(window: Window, keep: Bool[Tensor, " w"] | Float[Tensor, " w"],
     return keep if weight is None else keep * weight[rows]
 
 
-def share_of(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> float:
+class Mean(float):
+    """A metric that is the mean of `count` numbers: with it the parts of a batch that was cut tell what the whole would, also
+    where some of them hold fewer that count, or none.
+
+    >>> part = Mean(0.5, 3)
+    >>> part, part.count
+    (0.5, 3)
+    """
+
+    count: int
+
+    def __new__(cls, value: float, count: int) -> "Mean":
+        mean = super().__new__(cls, value)
+        mean.count = count
+        return mean
+
+    def __getnewargs__(self) -> tuple[float, int]:  # type: ignore[override]
+        return float(self), self.count
+
+
+def mean_over(values: Tensor, among: Bool[Tensor, " w"]) -> Mean:
+    """The mean of those `values` that are `among`; nan of none.
+
+    >>> mean_over(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([True, False, True]))
+    2.0
+    """
+    return Mean(float(values.detach()[among].mean()), int(among.sum()))
+
+
+def share_of(what: Bool[Tensor, " w"], among: Bool[Tensor, " w"]) -> Mean:
     """The share of `among` that is also `what`; 0 of none.
 
     >>> share_of(torch.tensor([True, True, False]), torch.tensor([True, False, True]))
     0.5
     """
-    return float((what & among).sum() / among.sum().clamp_min(1))
+    return Mean(float((what & among).sum() / among.sum().clamp_min(1)), int(among.sum()))
 
 
-def drift_rms(v: Tensor, v_old: Tensor, usable: Tensor) -> float:
+def drift_rms(v: Tensor, v_old: Tensor, usable: Tensor) -> Mean:
     """rms(v - v_old) over the usable states.
 
     >>> v, v_old = torch.tensor([[3.0, 0.0], [9.0, 9.0]]), torch.tensor([[0.0, 3.0], [0.0, 0.0]])
     >>> drift_rms(v, v_old, torch.tensor([True, False]))
     3.0
     """
-    return float(latent_mean((v.detach() - v_old.detach()) ** 2)[usable].mean().sqrt())
+    square = mean_over(latent_mean((v.detach() - v_old.detach()) ** 2), usable)
+    return Mean(square**0.5, square.count)
 
 
 def by_step(name: str, values: Float[Tensor, " w"], s: States, usable: Bool[Tensor, " w"]) -> Metrics:
@@ -177,11 +207,11 @@ def by_step(name: str, values: Float[Tensor, " w"], s: States, usable: Bool[Tens
     >>> by_step("std", torch.tensor([1.0, 5.0, 3.0]), s, torch.ones(3, dtype=torch.bool))
     {'std/t=0.500': 2.0, 'std/t=0.250': 5.0}
     """
-    found = {}
+    found: Metrics = {}
     for j in s.columns.unique().tolist():
         here = (s.columns == j) & usable
         if bool(here.any()):
-            found[f"{name}/t={float(s.t[here][0]):.3f}"] = float(values.detach()[here].mean())
+            found[f"{name}/t={float(s.t[here][0]):.3f}"] = mean_over(values, here)
     return found
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from diffrl.algorithms import live
 from diffrl.checks import require_cond, require_count, require_same_keys
+from diffrl.states import Mean
 from diffrl.types import Algorithm, Batch, Params
 
 
@@ -215,12 +216,12 @@ def check_rows(name: str, value: Any, lead: tuple[int, ...], *, absent: bool = F
 
 
 def numbers_by_name(name: str, told: Any) -> dict[str, float]:
-    """Metrics as floats; {} of None. ValueError: no numbers by name.
+    """Metrics as floats (a `Mean` as it is); {} of None. ValueError: no numbers by name.
 
     >>> numbers_by_name("commit", {"loss": 1})
     {'loss': 1.0}
     """
     try:
-        return {str(key): float(value) for key, value in dict(told or {}).items()}
+        return {str(key): value if isinstance(value, Mean) else float(value) for key, value in dict(told or {}).items()}
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name} must return numbers by name, or None, got {told!r:.80}") from None

@@ -41,12 +41,14 @@ def stages_of(algorithm, *, prompts=2, lr=0.06, optimizer=torch.optim.Adam, rewa
     return AlgorithmStages(model, wide(algorithm), PROMPTS[:prompts], reward, made, seed=seed, **options)
 
 
-def plain(algorithm, *, prompts=2, lr=0.06, optimizer=torch.optim.Adam, iterations=2, seed=0, **options):
+def plain(
+    algorithm, *, prompts=2, lr=0.06, optimizer=torch.optim.Adam, iterations=2, reward=toward_compass, seed=0, **options
+):
     """(params, rows) of `loop.train`."""
     model = toy_model(dtype=torch.float64)
     made = optimizer(list(model.params.values()), lr=lr)
     options = {"group_size": GROUP, "steps": STEPS, **options}
-    training = train(model, wide(algorithm), PROMPTS[:prompts], toward_compass, made, seed=seed, **options)
+    training = train(model, wide(algorithm), PROMPTS[:prompts], reward, made, seed=seed, **options)
     rows = [next(training) for _ in range(iterations)]
     return model.params, rows
 

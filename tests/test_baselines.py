@@ -835,8 +835,7 @@ def test_mean_least_and_greatest_optimality_are_metrics_whatever_the_micro_batch
     assert row["optimality/min"] == pytest.approx(float(r[there].min()))
     assert row["optimality/max"] == pytest.approx(float(r[there].max()))
     assert row["optimality/min"] < 0.45 < 0.55 < row["optimality/max"]
-    if micro_batch is None:
-        assert row["optimality/mean"] == pytest.approx(sum(float(r[m].mean()) for m in mine) / 2)
+    assert row["optimality/mean"] == pytest.approx(sum(float(r[m].mean()) for m in mine) / 2)
 
 
 def test_per_step_output_gradients_are_flow_grpo_s_closed_form():

@@ -45,7 +45,7 @@ from diffrl.parallel import (
     prompt_partition,
     simulate,
 )
-from diffrl.tasks.toy import toy_model
+from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 
 # ---- the params of the plain loop
 
@@ -62,6 +62,25 @@ def test_one_fragment_in_one_pack_is_the_plain_loop_bit_for_bit(name, backend):
         assert {"reward/mean", "loss", "grad_norm", "drift_rms"} <= set(told)
         assert told == pytest.approx({n: row[n] for n in told}, rel=1e-9, abs=1e-12)
         assert set(row) - set(told) <= {"iteration", "behaviour_distance", *TIMES}
+
+
+def test_metrics_are_the_plain_loop_s_where_some_groups_say_nothing():
+    """A fragment whose samples are all of a dead group once counted as a masked fraction of 0."""
+
+    def fair_to_two(points, prompts):
+        rewards = toward_compass(points, prompts)
+        return torch.where(torch.tensor([p in PROMPTS[:2] for p in prompts]), rewards, 0.5)
+
+    options = {"prompts": 4, "reward": fair_to_two}
+    _, rows = plain(partial(art, radius=1e-3)(), **options)
+    for cut in (gap_partition(4, GROUP, fragments=8), prompt_partition(4, GROUP, fragments=4)):
+        schedule = Schedule(cut, GROUP, timesteps=5, pack=3)
+        _, results = executed(schedule, stages_of(partial(art, radius=1e-3)(), **options))
+        for row, result in zip(rows, results, strict=True):
+            assert row["groups/dead"] == 0.5
+            told = {n: v for n, v in result.metrics.items() if n in row and n not in TIMES}
+            assert told == pytest.approx({n: row[n] for n in told}, rel=1e-6, abs=1e-9)
+    assert 0 < rows[-1]["masked_fraction/update_2"] < 1
 
 
 @pytest.mark.parametrize("name", BATCHWISE)

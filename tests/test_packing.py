@@ -5,6 +5,7 @@ Float64 on the toy. Negative controls are the tests with `control` in their name
 
 import itertools
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -13,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import refuses
 from test_states import window_for
-from toys import toy_run, wide
+from toys import TIMES, toy_run, wide
 
 from diffrl import algorithms
 from diffrl.algorithms import art, awm, dance_grpo, flow_dppo, flow_grpo, nft
 from diffrl.losses import masked_mean
 from diffrl.ranks import alone, share_of
 from diffrl.states import trained_pairs, window_states
-from diffrl.tasks.toy import PROMPTS, toy_model
+from diffrl.tasks.toy import PROMPTS, toward_compass, toy_model
 from diffrl.types import Window
 from diffrl.windows import parts_of
 
@@ -103,6 +104,29 @@ def test_metrics_of_packs_are_weighted_by_their_states():
     assert packed["kl_proxy"] == pytest.approx(whole["kl_proxy"], rel=1e-4)
     assert packed["drift_rms"] == pytest.approx(whole["drift_rms"], rel=1e-4)
     assert packed["masked_fraction"] == pytest.approx(whole["masked_fraction"], abs=1e-6)
+
+
+def unfair(points, prompts):
+    """A dead group, one whose samples have no reward, one that lacks some, a whole one."""
+    rewards = toward_compass(points, prompts)
+    rewards[[p == PROMPTS[0] for p in prompts]] = 0.5
+    rewards[[p == PROMPTS[1] for p in prompts]] = torch.nan
+    rewards[torch.tensor([p == PROMPTS[2] for p in prompts]) & (points[:, 0] > 0)] = torch.nan
+    return rewards
+
+
+@pytest.mark.parametrize("cut", [{"micro_batch": 1}, {"micro_batch": 3}, {"pack": 1}, {"pack": 7}], ids=str)
+@pytest.mark.parametrize("algorithm", [art, flow_grpo, nft, awm, flow_dppo])
+def test_metrics_are_those_of_the_whole_where_some_samples_say_nothing(algorithm, cut):
+    """Parts without a live sample, or without a reward, once counted as masked fractions of 0 and as nan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # samples have no reward
+        (whole,), (cut_up,) = (
+            toy_run(algorithm=algorithm(), reward=unfair, iterations=1, **how)[1] for how in ({}, cut)
+        )
+    assert whole["reward/missing"] > 0.25
+    for name in set(whole) - set(TIMES):
+        assert cut_up[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6, nan_ok=True), name
 
 
 # ---- the pieces

@@ -1,6 +1,7 @@
 """The states of a window: which rows an objective sees, which of them hold numbers, and the metrics that all objectives share."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from strategies import seeds
 
 from diffrl.rollouts import subset_of_steps
 from diffrl.states import (
+    Mean,
     States,
     by_step,
     drift_rms,
     finite_states,
     has_reward,
     loss_weights,
+    mean_over,
     reference_velocity,
     require_steps_per_sample,
     share_of,
@@ -248,3 +251,17 @@ def test_control_states_of_another_order_or_sample_would_be_seen():
     assert not torch.equal(s.x_0[step_major], s.x_0)
     spoilt = s._replace(x_t=torch.where(s.rows[:, None] == 1, NAN, s.x_t))
     assert not torch.isfinite(finite_states(spoilt, torch.ones(3, dtype=torch.bool))[0].x_t).all()
+
+
+def test_a_mean_is_a_float_that_knows_of_how_many_also_where_it_was_sent():
+    values = torch.tensor([1.0, 5.0, 3.0], requires_grad=True)
+    mean = mean_over(values, torch.tensor([True, False, True]))
+    assert (mean, mean.count) == (2.0, 2)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        sent = pickle.loads(pickle.dumps(mean, protocol))
+        assert (type(sent), sent, sent.count) == (Mean, 2.0, 2)
+    none = mean_over(values, torch.zeros(3, dtype=torch.bool))
+    assert math.isnan(none)
+    assert none.count == 0
+    assert share_of(values > 2, values > 0).count == 3
+    assert drift_rms(values[:, None], 0 * values[:, None], values > 1).count == 2
