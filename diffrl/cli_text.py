@@ -253,7 +253,9 @@ def _engine_text(s: Any, off: Sequence[str]) -> str:
     if s.engine != "loop":
         parts.append(f"{s.fragments} fragments, {s.stale} stale")
     if s.engine == "ray":
-        parts.append(f"{s.generators} generators, {s.trainers} trainers")
+        parts.append(
+            f"{s.generators} generators, {s.trainers} trainers (Ray and their models start first: half a minute or more)"
+        )
     parts.append(f"{s.threads} threads, seed {s.seed}")
     parts += [
         f"{name.replace('_', ' ')} {value}"
