@@ -49,7 +49,12 @@ def _called(name: str, words: Sequence[str]) -> int:
         name = f"diffrl {options.command}"
         command = {"train": _train, "doctor": _doctor, "plan": _plan, "pretrain": _pretrain}[options.command]
         with _machines() if options.json else contextlib.nullcontext(sys.stdout) as machines:
-            return command(options, words, machines)
+            try:
+                return command(options, words, machines)
+            except (ValueError, ImportError, OSError, _Began) as error:
+                if options.json and not isinstance(error, BrokenPipeError):
+                    _tell(machines, {"error": _line(error)})
+                raise
     except BrokenPipeError:  # `diffrl train --json | head`: the reader has gone
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,8 +117,12 @@ def _machines() -> Iterator[Any]:
 
 
 def _failed(name: str, error: Exception, code: int) -> int:
-    print(f"{name}: {painted('error:', 'red', sys.stderr)} {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"{name}: {painted('error:', 'red', sys.stderr)} {_line(error)}", file=sys.stderr)
     return code
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _tell(machines: Any, record: Any) -> None:

@@ -247,7 +247,9 @@ def make_parser() -> Parser:
         epilog = f"{EXAMPLES[name]}\n\n{EXIT_CODES}"
         made = commands.add_parser(name, help=text, description=ABOUT[name], epilog=epilog, fill=fill, **more)
         made.add_argument(
-            "--json", action="store_true", help=f"for machines: {machines} on stdout, words on stderr (default: off)"
+            "--json",
+            action="store_true",
+            help=f'for machines: {machines} on stdout, words on stderr; where it fails, last an "error" (default: off)',
         )
 
     def train(made: argparse.ArgumentParser) -> None:

@@ -690,6 +690,29 @@ def test_json_of_train_is_settings_rows_and_summary(here, capsys, toy):
     assert "iterations  2 of 5, from 3 on;" in err
 
 
+@pytest.mark.parametrize("what", ["wrong input", "a run that had begun"])
+def test_json_of_a_failure_ends_with_the_error(here, capsys, toy, what):
+    calls = []
+
+    def broken(points, prompts):  # once the base is evaluated
+        calls.append(len(points))
+        if len(calls) > 1:
+            raise RuntimeError("no\n engine")
+        return toward_compass(points, prompts)
+
+    if what == "wrong input":
+        code, words = 2, ["--resume=nowhere"]
+    else:
+        code, words = 1, [*TOY, "--quiet", "--output=r"]
+        toy["reward"] = broken
+    assert called("train", *words, "--no-pictures", "--json") == code
+    lines, err = machine_lines(capsys)
+    assert list(lines[-1]) == ["error"]
+    assert ("no engine" if code == 1 else "nowhere") in lines[-1]["error"]
+    assert lines[-1]["error"] in err
+    assert len(lines) == (1 if code == 2 else 2)
+
+
 def test_what_a_reward_prints_does_not_come_between_the_lines(here, capsys, toy):
     def chatty(points, prompts):
         print("hello from the reward")
