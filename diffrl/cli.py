@@ -262,6 +262,7 @@ def _train(options: argparse.Namespace, words: Sequence[str], machines: Any) -> 
         print(f"\n{stop}" * (ranks.rank == 0), file=sys.stderr)
         if ranks.rank == 0 and options.json:
             told.summed_up(read_metrics(folder)[1], interrupted=True)
+        leave_group()  # all stop after the same iteration
         return 130
     except KeyboardInterrupt:  # outside the iterations: while the model loads, or while pictures are drawn
         if not (folder / "metrics.jsonl").is_file():
