@@ -169,11 +169,18 @@ def interruptible():
 
 
 def test_ctrl_c_leaves_the_last_commit_no_gradient_and_no_thread(interruptible):
-    stages = stages_of(art(updates=1))
+    stages, halves = stages_of(art(updates=1)), []
     generate = stages.generate
+
+    def begun():
+        return all(p.grad is not None for p in stages.model.params.values())
 
     def interrupted(step, params, rows):
         if step == 1 and 5 in rows:
+            until = time.monotonic() + 60
+            while not begun() and time.monotonic() < until:  # the first prompt's gradient is half of the batch's
+                time.sleep(0.01)
+            halves.append(begun())
             _thread.interrupt_main()
             time.sleep(0.3)
         return generate(step, params, rows)
@@ -184,6 +191,7 @@ def test_ctrl_c_leaves_the_last_commit_no_gradient_and_no_thread(interruptible):
     committed = values_of(stages.model.params)
     with pytest.raises(KeyboardInterrupt):
         next(running)
+    assert halves == [True]
     assert same(values_of(stages.model.params), committed)
     assert all(p.grad is None for p in stages.model.params.values())
     assert diffrl_threads() == []
