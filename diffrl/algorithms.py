@@ -7,7 +7,7 @@ behaviour params = behaviour(behaviour params, params, i)                   who 
 
 Defaults are the papers'. Where published code deviates from its own formula, the exact form is the default and the
 deviation has a name of its own, `..._as_published`. Numbers that belong to a run (learning rate, group size, sampling
-steps, guidance scale, LoRA rank) are the loop's; each docstring gives the published ones.
+steps, guidance scale, LoRA rank) are the loop's; docs/parity.md has the published ones, as far as known.
 """
 
 from collections.abc import Callable, Sequence

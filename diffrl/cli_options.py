@@ -44,7 +44,7 @@ EXAMPLES = {
 
 ABOUT = {
     "train": "Train a model on a task, into a folder. What will be done is printed first. stdout: what is told in words, or with --json "
-    "JSON lines alone (settings, one per iteration, the summary); stderr: progress, warnings and errors.",
+    "JSON lines alone (settings, one per iteration, a summary or an error); stderr: progress, warnings and errors.",
     "doctor": "Check in seconds that a set-up learns the right way: same seeds same images, finite rewards, groups with spread, replay "
     "equal to rollout, gradients where they belong, a reward that goes up. The model is left as it was; nothing is written.",
     "plan": "Bytes that a run's tensors take, by formula, from a saved pipeline's configurations: no weight is read. Activations are "
@@ -60,8 +60,15 @@ NOT_THE_DOCTOR_S = (
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-
-OF_THE_PIPELINE = {"guidance_scale": "", "max_sequence_length": "text tokens; "}
+OF_DRAFTS = {
+    "draft": "none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
+    "pool": "seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
+    "draft_steps": "sampling steps of a draft",
+    "draft_skip": "layers left as they are: beginnings of name components, with commas between",
+    "draft_min_dim": "layers whose larger axis is at most this are left as they are",
+    "audit_every": "iterations between comparisons of a whole pool with the policy; none: never",
+}
+"""What the options of a draft are."""
 
 
 def _helps() -> dict[str, dict[str, str]]:
@@ -79,7 +86,8 @@ def _helps() -> dict[str, dict[str, str]]:
             "images": "file with one picture's file name per line, the first frames of image-to-video",
             **dict.fromkeys(("height", "width"), "pixels; none: the task's own, of prompts 512"),
             "frames": "of a video; none: pictures",
-            **{n: f"{t}none: the task's own, of prompts the pipeline's" for n, t in OF_THE_PIPELINE.items()},
+            "guidance_scale": "none: the task's own, of prompts the pipeline's",
+            "max_sequence_length": "text tokens; none: the task's own, of prompts the pipeline's",
             "lora_rank": "r of the LoRA; 0: every parameter is trained, in float32",
             "lora_alpha": "alpha of the LoRA",
         },
@@ -93,14 +101,7 @@ def _helps() -> dict[str, dict[str, str]]:
             "radius": "of the trust region",
             "seed": "of everything random",
         },
-        "drafts (Sol-RL)": {
-            "draft": "none, nvfp4 or mxfp4 (a four-bit copy, emulated), or policy (itself, with --draft-steps)",
-            "pool": "seeds drafted per prompt, of which the best and the worst --group-size / 2 are trained on",
-            "draft_steps": "sampling steps of a draft",
-            "draft_skip": "layers left as they are: beginnings of name components, with commas between",
-            "draft_min_dim": "layers whose larger axis is at most this are left as they are",
-            "audit_every": "iterations between comparisons of a whole pool with the policy; none: never",
-        },
+        "drafts (Sol-RL)": OF_DRAFTS,
         "evaluation and checkpoints": {
             "eval_every": "iterations between evaluations at held-out seeds",
             "eval_samples": "held-out samples per prompt",

@@ -29,7 +29,7 @@ from diffrl.checks import require_count, require_number
 from diffrl.conductor import Conductor, ExecutionError, Progress
 from diffrl.costs import CostModel, Pool, fit_train_cost
 from diffrl.lending import bts_search
-from diffrl.loop import _over_updates, _together
+from diffrl.loop import _note, _over_updates, _together
 from diffrl.partitions import gap_partition
 from diffrl.ray_backend import gloo_sum, ray_actors, ray_sum
 from diffrl.schedules import Schedule, Trace
@@ -172,8 +172,7 @@ def _metrics(batch: Progress, schedule: Schedule) -> dict[str, float]:
     for told, committed in zip(batch.told, batch.metrics, strict=True):
         named: dict[str, list[tuple[float, int]]] = {}
         for metrics, share in told:
-            for name, number in metrics.items():
-                named.setdefault(name, []).append((float(number), getattr(number, "count", share)))
+            _note(named, metrics, share)
         updates.append({n: _together(n, *zip(*pairs, strict=True)) for n, pairs in named.items()} | committed)
     seconds = {name: sum(batch.seconds.get(kind, 0.0) for kind in kinds) for name, kinds in BUSY.items()}
     again = {"retries": float(batch.retries), "replaced": float(batch.replaced)}

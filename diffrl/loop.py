@@ -50,6 +50,7 @@ from diffrl.guidance import dead_groups
 from diffrl.losses import masked_mean
 from diffrl.ranks import Ranks, alone, require_same_start
 from diffrl.sampling import chunked, sample_seeds
+from diffrl.states import Mean
 from diffrl.training_checks import (
     check_algorithm,
     check_batch,
@@ -238,8 +239,7 @@ def update(
                 )
             value.backward()
             total += float(value.detach())
-            for name, number in metrics.items():
-                told.setdefault(name, []).append((float(number), getattr(number, "count", share)))
+            _note(told, metrics, share)
     ranks.add(model.params)
     total, told = _over_ranks(ranks.gathered((total, told)))
     params = list(model.params.values())
@@ -260,13 +260,18 @@ def _over_ranks(each: list[tuple[float, dict]]) -> tuple[float, dict]:
     return sum(total for total, _ in each), told
 
 
+def _note(told: dict[str, list[tuple[float, int]]], metrics: Mapping[str, Any], share: int) -> None:
+    """Add a part's metrics to what was told, each with how many it is the mean of: its own count, or the part's size."""
+    for name, number in metrics.items():
+        told.setdefault(name, []).append((float(number), number.count if isinstance(number, Mean) else share))
+
+
 def _together(name: str, values: Sequence[float], samples: Sequence[int]) -> float:
     """One metric of the parts that told it: the least of NAME/min, the greatest of NAME/max, of an rms the root of the mean
     square, else the mean, over samples. A part that has none says nothing, where another has some."""
-    if any(samples):
-        values, samples = zip(*[(v, n) for v, n in zip(values, samples, strict=True) if n], strict=True)
-    else:
+    if not any(samples):
         return values[0]
+    values, samples = zip(*[(v, n) for v, n in zip(values, samples, strict=True) if n], strict=True)
     if name.endswith(("/min", "/max")):
         return min(values) if name.endswith("/min") else max(values)
     power = 2 if name.endswith("_rms") else 1

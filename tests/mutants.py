@@ -584,7 +584,7 @@ BASELINES = [
         "test_loop.py",
         ("loop:reference_lost", "window_of(batch, credit, rows, plan.reference)", "window_of(batch, credit, rows)"),
         ("loop:iteration_untold", "sampler._replace(iteration=i, first=", "sampler._replace(first="),
-        ("loop:micro_batches_of_any_size_alike", "getattr(number, \"count\", share)", "getattr(number, \"count\", 1)"),
+        ("loop:micro_batches_of_any_size_alike", "number.count if isinstance(number, Mean) else share", "number.count if isinstance(number, Mean) else 1"),
         ("loop:silent_updates_count_as_zero", "_together(name, values, [1] * len(values))", "sum(values) / len(updates)"),
         ("loop:the_least_is_a_mean", "if name.endswith((\"/min\", \"/max\")):", "if False:"),
         ("loop:the_greatest_is_the_least", "else max(values)", "else min(values)"),
@@ -1197,7 +1197,7 @@ EXECUTOR_MUTANTS = [
     *mutants_of(
         "loop.py",
         "test_packing.py",
-        ("loop:parts_that_say_nothing_count", 'getattr(number, "count", share)', "share"),
+        ("loop:parts_that_say_nothing_count", "number.count if isinstance(number, Mean) else share", "share"),
         ("loop:parts_with_nothing_are_read", "samples, strict=True) if n]", "samples, strict=True)]"),
     ),
     *mutants_of(
@@ -1414,9 +1414,13 @@ ODD_WORKER_MUTANTS = [
 
 LAST_MUTANTS = [
     *mutants_of(
+        "loop.py",
+        "test_executors.py",
+        ("loop:fragments_that_say_nothing_count", "number.count if isinstance(number, Mean) else share", "share"),
+    ),
+    *mutants_of(
         "executors.py",
         "test_executors.py",
-        ("executors:parts_that_say_nothing_count", 'getattr(number, "count", share)', "share"),
         ("a_resumed_run_stops_too_soon", "stop = None if steps is None else start + steps", "stop = steps"),
         ("calibration_is_training", "        stages.load(held)\n", "        pass\n"),
     ),
